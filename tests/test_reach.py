@@ -9,7 +9,14 @@ import sys
 
 import pytest
 
-from tools.house import LIMITS, STEP, House, count_code_lines, find_exceeded
+from tools.house import (
+    LIMITS,
+    STEP,
+    House,
+    count_code_lines,
+    find_exceeded,
+    measure_classes,
+)
 
 HOUSE = House()
 KERNEL = {module for module in HOUSE.sources if module.split(".")[0] == "kernel"}
@@ -46,6 +53,14 @@ def test_a_limit_that_is_exceeded_is_named():
     assert find_exceeded({"folders": LIMITS["folders"]}) == []
     (sentence,) = find_exceeded({"folders": 99})
     assert sentence.startswith("folders: 99")
+
+
+def test_a_large_class_says_why():
+    attributes = "".join(f"    a{number}: int\n" for number in range(16))
+    for docstring, has_reason in (("A.", False), ("A.\n\n    It has many attributes: so.", True)):
+        (size,) = measure_classes(f'class A:\n    """{docstring}"""\n{attributes}')
+        assert (size.is_large, size.has_reason) == (True, has_reason)
+    assert HOUSE.measure()["large classes without a reason"] == 0
 
 
 def test_docstrings_comments_and_blank_lines_are_no_code():

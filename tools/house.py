@@ -26,19 +26,25 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "code lines in src": 44_130,
-    "code lines in tests": 48_790,
+    "code lines in src": 44_140,
+    "code lines in tests": 48_830,
     "code lines in csrc": 7_980,
     "imports per module": 4.75,
     "kernel: code lines": 2_000,
     "kernel: modules reached": 0,
     "step: modules reached": 57,
     "step: code lines reached": 5_600,
+    "large classes without a reason": 0,
 }
 """The largest values. They may only be lowered, or raised for a feature that needs it."""
 
 STEP = ("kernel.step", "training.whole_model", "training.microbatch_loop")
 """The modules that compute a step."""
+
+METHODS, ATTRIBUTES = 25, 15
+"""A class with more has a sentence in its docstring that begins with `REASON`."""
+
+REASON = "It has many "
 
 NO_CODE = {
     tokenize.COMMENT,
@@ -108,6 +114,12 @@ class ClassSize:
     name: str
     methods: int
     attributes: int
+    has_reason: bool
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it has more methods or attributes than a class should have."""
+        return self.methods > METHODS or self.attributes > ATTRIBUTES
 
 
 def measure_classes(source: str) -> Iterator[ClassSize]:
@@ -130,7 +142,8 @@ def measure_classes(source: str) -> Iterator[ClassSize]:
             and isinstance(part.value, ast.Name)
             and part.value.id == "self"
         }
-        yield ClassSize(node.name, len(methods), len(attributes))
+        has_reason = REASON in (ast.get_docstring(node) or "")
+        yield ClassSize(node.name, len(methods), len(attributes), has_reason)
 
 
 class House:
@@ -202,27 +215,28 @@ class House:
             "kernel: modules reached": len(self.find_closure(kernel) - kernel),
             "step: modules reached": len(step),
             "step: code lines reached": sum(self.lines[name] for name in step),
+            "large classes without a reason": sum(
+                size.is_large and not size.has_reason for _, size in self.list_classes()
+            ),
         }
 
     def list_repeated_names(self) -> tuple[list[str], list[str]]:
         """Return the file names and the class names that occur more than once."""
         files = Counter(name.split(".")[-1] for name in self.sources if "." in name)
-        classes = Counter(
-            size.name for source in self.sources.values() for size in measure_classes(source)
-        )
+        classes = Counter(size.name for _, size in self.list_classes())
         return (
             sorted(name for name, count in files.items() if count > 1),
             sorted(name for name, count in classes.items() if count > 1),
         )
 
-    def list_largest_classes(self, count: int = 8) -> list[tuple[str, ClassSize]]:
-        """Return the classes with the most methods and attributes, with their modules."""
+    def list_classes(self) -> list[tuple[str, ClassSize]]:
+        """Return the classes with their modules, those with the most methods and attributes first."""
         sizes = [
             (module, size)
             for module, source in self.sources.items()
             for size in measure_classes(source)
         ]
-        return sorted(sizes, key=lambda pair: -pair[1].methods - pair[1].attributes)[:count]
+        return sorted(sizes, key=lambda pair: -pair[1].methods - pair[1].attributes)
 
 
 def find_exceeded(measured: Mapping[str, float]) -> list[str]:
@@ -248,8 +262,11 @@ def main(arguments: list[str]) -> int:
     for module, lines in house.lines.items():
         packages[module.split(".")[0]] += lines
     print("\ncode lines:", ", ".join(f"{name} {lines:,}" for name, lines in packages.most_common()))
-    for module, size in house.list_largest_classes():
-        print(f"{module}.{size.name}: {size.methods} methods, {size.attributes} attributes")
+    for module, size in house.list_classes():
+        if not size.is_large:
+            continue
+        note = "" if size.has_reason else ", without a reason"
+        print(f"{module}.{size.name}: {size.methods} methods, {size.attributes} attributes{note}")
     files, classes = house.list_repeated_names()
     print(f"repeated file names: {', '.join(files)}\nrepeated class names: {', '.join(classes)}")
     return 0

@@ -70,6 +70,9 @@ class _OneMicrobatch(ReplicaShare):
 class Audit(StepHook):
     """The hook that audits some steps of a trainer.
 
+    It has many attributes: what one step computes, repeats and compares is kept until all ranks
+    know the verdict.
+
     Args:
         config: The settings.
         parallel: The layout.

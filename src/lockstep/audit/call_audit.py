@@ -49,6 +49,9 @@ SEVERAL_CALLS = "the model is called several times per micro-batch"
 class CallAudit:
     """The audit of the calls of a model, or of the blocks of a stage.
 
+    It has many attributes: a call is recorded, repeated and compared at different moments of a
+    step.
+
     Args:
         config: The settings; None: no step is audited.
         rank: This rank.

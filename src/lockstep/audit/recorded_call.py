@@ -58,6 +58,8 @@ class CannotRepeatError(Exception):
 class RecordedCall:
     """One call of some modules and its backward pass.
 
+    It has many attributes: all that a call reads and writes is kept, so that it can be repeated.
+
     Args:
         call: What is called, such as the model below DistributedDataParallel, perhaps compiled.
         modules: The modules, by the prefix of their tensors' names.

@@ -79,6 +79,8 @@ KINDS = ("waiting", "ready", "round_over", "transferred", "resumed", "backend")
 class ElasticCoordinator:
     """Forms the rounds of a run, and starts its members.
 
+    It has many methods: it answers every event of a run, and most answers depend on the others.
+
     Args:
         ranks: The supervisor of the members, whose numbers are its ranks.
         start: Starts a member.

@@ -203,7 +203,7 @@ class _RoundFailed(Exception):
 class Membership:
     """This process as a member of an elastic run.
 
-    It has 16 attributes, because a decision of the launcher changes most of them at once.
+    It has many attributes: a decision of the launcher changes most of them at once.
 
     Args:
         number: The member's number, which is unique in the run.

@@ -23,6 +23,8 @@ HOST_TIMEOUT = 10.0  # seconds
 class LaunchConfig:
     """The options of `lockstep run`, with the names and meanings of torchrun.
 
+    It has many attributes: one for each option.
+
     Attributes:
         target: The script, module or program.
         arguments: Its arguments.

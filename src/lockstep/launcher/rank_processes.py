@@ -39,6 +39,8 @@ __all__ = ["RankProcesses", "StandardStreams"]
 class RankProcesses:
     """The processes of one launch on this host.
 
+    It has many attributes: all that exists once for each rank.
+
     Args:
         channel: The fork server's socket for this launch (`ForkServer.open_launch`).
         ranks: The ranks to start here.

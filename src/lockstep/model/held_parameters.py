@@ -51,7 +51,7 @@ class Moment(NamedTuple):
 class HeldParameters:
     """The modules and parameters that a trainer holds.
 
-    It has 27 attributes: what it holds, in the forms that a step compares in few calls.
+    It has many attributes: what it holds, in the forms that a step compares in few calls.
 
     Args:
         modules: The modules that a step calls, by their names in messages.

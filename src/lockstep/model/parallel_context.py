@@ -33,6 +33,9 @@ __all__ = ["ParallelContext"]
 class ParallelContext:
     """The layout, the loss and the arithmetic of a trainer, as seen by this rank.
 
+    It has many attributes: the arguments of a trainer, and what each step or micro-batch asks of
+    them.
+
     All parts of a trainer hold the same object. `loss_scale` changes between steps, equally on all
     ranks. `is_recorded` is set while steps are recorded or replayed: batches are hashed then. The
     layout changes only in `enter`, at the beginning of a round of an elastic run. `share` is this

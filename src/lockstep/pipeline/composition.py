@@ -55,6 +55,9 @@ ADVICE = "pipeline stages call only the blocks: move all else that forward does 
 class Composition:
     """The blocks of a model, and the check of its forward.
 
+    It has many attributes: the model is replaced part by part while its forward is checked, and
+    restored.
+
     Args:
         model: The whole model; its blocks may be on the meta device.
         names: The names of its blocks, in order.

@@ -96,6 +96,8 @@ def exact(
 class Exact:
     """The handle of a training loop with equal bits; `ls.exact` returns it.
 
+    It has many methods: the loop, its DataLoader, its optimizer and autograd each call it.
+
     Attributes:
         steps: The number of complete steps.
         is_complete: Whether the gradients of the whole batch are in `.grad`, on every rank: from

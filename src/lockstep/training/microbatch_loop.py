@@ -89,6 +89,8 @@ class CollectedGradients(GradientSums, Protocol):
 class MicrobatchLoop:
     """The loop of one step; use it as `ManualStep` describes.
 
+    It has many attributes: what a step is given, and the micro-batch that is being computed.
+
     Attributes:
         step: The context of the step.
         parallel: The layout, the loss and the arithmetic.

@@ -48,6 +48,8 @@ __all__ = ["ResumableRun"]
 class ResumableRun:
     """The run of a trainer, which answers the calls of a resumed script.
 
+    It has many methods: one for each call of a script that a resumed run answers.
+
     Args:
         state: The state that is saved and restored.
         history: The history, to which the lines about checkpoints are written.

@@ -54,7 +54,7 @@ _latest: RunCheckpoints | None = None
 class RunCheckpoints:
     """The checkpoints of one trainer.
 
-    It has 33 methods, because all ranks decide together which folder is used, when a checkpoint is
+    It has many methods: all ranks decide together which folder is used, when a checkpoint is
     saved and which one is loaded, and a rank that joins an elastic run adopts all of it at once.
 
     Args:

@@ -68,8 +68,8 @@ class ShardedOptimizer:
     are replaced by this rank's pieces. Raises UsageError for an optimizer that cannot update
     slices of parameters.
 
-    It has 17 attributes, because the pieces, their places in shared memory and the optimizer's
-    groups are extended together whenever parameters become trainable.
+    It has many attributes: the pieces, their places in shared memory and the optimizer's groups
+    are extended together whenever parameters become trainable.
 
     Attributes:
         shared: The parameters, in memory that all ranks share.

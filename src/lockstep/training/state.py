@@ -93,8 +93,8 @@ class TrainingState:
     With stages a rank holds a part of each. Every method that returns a whole state or a digest
     must then be called on every rank.
 
-    It has 31 methods, because each part of the state is read for checkpoints, digests and ranks
-    that join, and is loaded from each of them.
+    It has many methods: each part of the state is read for checkpoints, digests and ranks that
+    join, and is loaded from each of them.
     """
 
     def __init__(

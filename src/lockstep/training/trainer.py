@@ -87,6 +87,8 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains a model on all ranks of the world, with the same bits in every layout.
 
+    It has many methods: one for each thing that a script may ask of a training.
+
     For a given model, loss, optimizer, seed, data order, `microbatches`, number of threads, torch
     build and kind of processor, the parameters, buffers, optimizer state and loss are
     bit-identical after every step for any number of ranks.

@@ -36,6 +36,8 @@ LEFT_EARLY = (
 class WholeModelExecutor:
     """The executor of steps and evaluations on a whole model.
 
+    It has many attributes: what every step is given, and the parts of the current one.
+
     Args:
         parallel: The layout.
         called: The module that a step calls: `module` itself, or its compiled wrapper.

@@ -40,6 +40,8 @@ __all__ = ["WorkerPool"]
 class WorkerPool:
     """The workers of one driver.
 
+    It has many attributes: it joins the workers' processes, connections, calls and output.
+
     Args:
         nprocs: Number of workers on this host.
         remote: Number of workers that connect from other hosts.

@@ -29,6 +29,8 @@ MIN_EXCESS = 0.02  # fraction above the mean working time from which a rank is c
 class Summary:
     """The figures of a run; NaN or "" if the record does not have them.
 
+    It has many attributes: one for each figure.
+
     `loss` and `metrics` are those of the last evaluation if there is one (`held_out`), else
     those of the last epoch, else the means of the last 20 steps. `seconds` is the duration of
     the run, `speed` the samples per second during steps, and `step_seconds` the median
