@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "folders": 14,
     "code lines in src": 44_140,
-    "code lines in tests": 48_830,
+    "code lines in tests": 48_835,
     "code lines in csrc": 7_980,
     "imports per module": 4.75,
     "kernel: code lines": 2_000,
@@ -230,7 +230,7 @@ class House:
         )
 
     def list_classes(self) -> list[tuple[str, ClassSize]]:
-        """Return the classes with their modules, those with the most methods and attributes first."""
+        """Return the classes with their modules, the largest first."""
         sizes = [
             (module, size)
             for module, source in self.sources.items()
