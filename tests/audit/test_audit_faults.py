@@ -183,7 +183,7 @@ PERMANENT = {
     "forward": ("addmm", {"phase": "forward", "element": 5}),
     "backward": ("mm", {"phase": "backward", "element": 3}),
     "above a value": ("addmm", {"above": 1.0}),
-    "often": ("tanh", {"probability": 0.9, "seed": 1}),
+    "often": ("tanh", {"probability": 0.9, "seed": 3}),  # seed 1 changes no result of 4 ranks
 }
 LATER = ("backward", "often")  # in the long tests only
 BEGIN = 4  # a step in which rank 1 computes the audited micro-batch
