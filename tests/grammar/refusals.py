@@ -40,9 +40,9 @@ def refusals(case: Case, layout: Layout) -> list[str]:
 def possible_refusals(case: Case, layout: Layout) -> list[str]:
     """Return parts of the sentences with which a layout may be refused; else it agrees.
 
-    Whether a block writes into memory that another tensor shares depends on where the model
-    is cut. A loss that is maximized, or a sum, may grow until the norm of its gradient
-    overflows, in the reference as well.
+    Whether a block writes into its inputs, or into memory that another tensor shares, depends on
+    where the model is cut. A loss that is maximized, or a sum, may grow until the norm of its
+    gradient overflows, in the reference as well.
     """
     grows = "maximize=True" in str(case) or "reduction='sum'" in str(case)
     overflow = ["the norm of the gradient is"] if grows else []
@@ -58,6 +58,8 @@ def possible_refusals(case: Case, layout: Layout) -> list[str]:
             "writes into an input that shares its memory with another one",
             "a tensor that backward needs was overwritten in place",
         ]
+    if layout.recompute and "inplace=True" in str(case.model):
+        return [*overflow, "a tensor that backward needs was overwritten in place"]
     return overflow
 
 
