@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.stress, pytest.mark.timeout(300)]
 
 
 def text_of(cell) -> str:
-    """Return what a cell printed, followed by its value."""
+    """Return what a cell printed, followed by its value, without lines written over."""
     parts = [
         output["text"] if output["output_type"] == "stream" else output["data"]["text/plain"] + "\n"
         for output in cell["outputs"]
     ]
-    return "".join(parts)
+    return "\n".join(line.rpartition("\r")[2] for line in "".join(parts).split("\n"))
 
 
 def run_notebook(name: str, folder: Path) -> list[Any]:
