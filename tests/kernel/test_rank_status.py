@@ -25,7 +25,7 @@ from lockstep.kernel.tree import total
 from lockstep.model.group_exchange import GroupMessages, exchange_statuses, pack, unpack
 from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.training.hyperparameter_check import HyperparameterCheck
-from lockstep.training.safe_points import CheckpointRequests, JoinRequests
+from lockstep.training.safe_points import SafePoints
 from lockstep.training.step_usage import RankTimes, RankUsage, StepUsage
 
 MANY = DETAILED_RANKS + 1  # as far as a status knows
@@ -35,9 +35,8 @@ MANY = DETAILED_RANKS + 1  # as far as a status knows
 HOOKS = {
     kind.name: kind.__new__(kind)
     for kind in (
-        CheckpointRequests,
         HyperparameterCheck,
-        JoinRequests,
+        SafePoints,
         StateMutationCheck,
         StepUsage,
     )
@@ -206,8 +205,7 @@ def trainings(draw):
         hooks = {
             "hyperparameters": draw(TEXTS),
             "state": {str(rank % stages): draw(TEXTS)},
-            "checkpoint": (draw(st.booleans()), draw(TEXTS)),
-            "join_round": draw(st.integers(-1, 2)),
+            "safe_points": (draw(st.booleans()), draw(TEXTS), draw(st.integers(-1, 2))),
             "usage": RankUsage.of(times),
         }
         found.append(
@@ -276,11 +274,10 @@ def test_any_tree_gives_the_summary_of_all_at_once(data, training, is_large):
     changed = [n for n, each in enumerate(report.hashes) if each not in ("differ", "")]
     assert changed == expected.changed
     assert int(found.gradients["0"][0], 16) == expected.used
-    assert found.hooks["join_round"] == statuses[0].hooks["join_round"]
-    is_due, signal = found.hooks["checkpoint"]
-    assert is_due == statuses[0].hooks["checkpoint"][0]
-    signals = [each.hooks["checkpoint"][1] for each in statuses]
-    assert signal == next(filter(None, signals), "")
+    is_due, signal, ending_round = found.hooks["safe_points"]
+    wanted = [each.hooks["safe_points"] for each in statuses]
+    assert (is_due, ending_round) == (wanted[0][0], wanted[0][2])
+    assert signal == next((each[1] for each in wanted if each[1]), "")
     same = {each.batch for each in statuses}
     assert found.batch == (same.pop() if len(same) == 1 else None)
 

@@ -8,7 +8,7 @@ loop over batches.
                         the state is handed over if this process is replaced
     within an operation the state of the latest safe point is handed over, if it still exists
 
-Three hooks tell all ranks in every step what is to be done at the next safe point.
+In every step, all ranks learn what is to be done at the next safe point.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from lockstep.training.last_safe_state import LastSafeState
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.script_position import ScriptPosition
 
-__all__ = ["CheckpointRequests", "JoinRequests", "ManualStepLog", "SafePoints"]
+__all__ = ["SafePoints"]
 
 
-class SafePoints:
-    """What happens at the safe points of a script.
+class SafePoints(StepHook):
+    """What happens at the safe points of a script, and the hook by which ranks ask for it.
 
     Args:
         position: The position of the script.
@@ -45,11 +45,11 @@ class SafePoints:
         member: This process as a member of an elastic run; None outside of one.
 
     Attributes:
-        ending_round: The round at whose end, as rank 0 has reported, members join or leave; -1 for
-            none.
         saves: The number of checkpoints that were begun.
         is_logged: Whether the script may be continued by another process.
     """
+
+    name = "safe_points"
 
     def __init__(
         self,
@@ -60,7 +60,9 @@ class SafePoints:
     ) -> None:
         self._position, self._history = position, history
         self._checkpoints, self._member = checkpoints, member
-        self.ending_round, self.saves = -1, 0
+        self._is_due, self.saves = False, 0
+        self._asked_round = -1  # at whose end members join or leave, as this rank knows; -1: none
+        self._ending_round = -1  # the same, as rank 0 has told all ranks
         self._safe_state: LastSafeState | None = None
         self.is_logged = checkpoints is not None
 
@@ -82,8 +84,8 @@ class SafePoints:
         if self._checkpoints is not None:
             self._save_if_wanted(self._checkpoints, ask)
         member = self._member
-        if member is not None and self.ending_round == member.round:  # not outdated by a loss
-            self.ending_round = -1
+        if member is not None and self._ending_round == member.round:  # not outdated by a loss
+            self._ending_round = -1
             self.note(epoch)  # processes that cannot stay hand over
             member.admit()
         self.note(epoch)  # last, since saving a checkpoint performs operations
@@ -94,14 +96,37 @@ class SafePoints:
         if self._safe_state is not None and self._position.is_safe(epoch):
             self._safe_state.note_safe_point()
 
-    def note_manual_step(self) -> None:
-        """Log a step whose micro-batches the script computed itself."""
-        self._position.log.record_manual_step(self._position.steps)
-
     def note_if_outdated(self, epoch: OpenEpoch) -> None:
         """Note a safe point if the ranks have completed an operation since the latest one."""
         if self._safe_state is not None and self._safe_state.is_outdated:
             self.note(epoch)
+
+    # --- in a step ----------------------------------------------------------------------------
+
+    def begin(self, step: StepContext, batch: Any) -> None:
+        """Decide whether this rank wants a checkpoint, and ask the launcher for newcomers."""
+        checkpoints, member = self._checkpoints, self._member
+        self._is_due = checkpoints is not None and checkpoints.is_due_after(step.number + 1)
+        is_asked = member is not None and step.parallel.rank == 0 and member.poll()
+        self._asked_round = member.round if member is not None and is_asked else -1
+
+    def status(self, step: StepContext) -> tuple[bool, str, int]:
+        """Return whether a checkpoint is due, the signal to stop, and the round that ends."""
+        signal = "" if self._checkpoints is None else self._checkpoints.stop.signal
+        return self._is_due, signal, self._asked_round
+
+    def merge(self, left: tuple[bool, str, int], right: tuple[bool, str, int]) -> Any:
+        """Return what the lowest rank wants, and the first signal."""
+        return left[0], left[1] or right[1], left[2]
+
+    def report(self, committed: CommittedStep) -> None:
+        """Note what is to be done at the next safe point, and log a manual step."""
+        is_due, signal, self._ending_round = committed.summary.hooks[self.name]
+        if self._checkpoints is not None:
+            self._checkpoints.note_step(is_due, signal, committed.step.number + 1)
+            self.report_saved()
+        if committed.is_manual:  # so that a resumed script does not repeat it unnoticed
+            self._position.log.record_manual_step(self._position.steps)
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -232,76 +257,3 @@ class SafePoints:
         if (folder := self._safe_state.member.transfer_folder) is not None:
             self.transfer_state(folder, is_now=True)
             self._safe_state.member.leave()
-
-
-class CheckpointRequests(StepHook):
-    """The hook by which rank 0 requests checkpoints, and any rank asked to stop is heard.
-
-    Args:
-        checkpoints: The checkpoints of the run.
-        safe_points: The next safe point saves them.
-    """
-
-    name = "checkpoint"
-
-    def __init__(self, checkpoints: RunCheckpoints, safe_points: SafePoints) -> None:
-        self._checkpoints, self._safe_points = checkpoints, safe_points
-        self._is_due = False
-
-    def begin(self, step: StepContext, batch: Any) -> None:
-        """Decide whether this rank wants a checkpoint after the step."""
-        self._is_due = self._checkpoints.is_due_after(step.number + 1)
-
-    def status(self, step: StepContext) -> tuple[bool, str]:
-        """Return whether a checkpoint is due, and the signal that asked this rank to stop."""
-        return self._is_due, self._checkpoints.stop.signal
-
-    def merge(self, left: tuple[bool, str], right: tuple[bool, str]) -> tuple[bool, str]:
-        """Return what the lowest rank wants, and the first signal."""
-        return left[0], left[1] or right[1]
-
-    def report(self, committed: CommittedStep) -> None:
-        """Let the run save a checkpoint, or stop, at the next safe point."""
-        is_due, signal = committed.summary.hooks[self.name]
-        self._checkpoints.note_step(is_due, signal, committed.step.number + 1)
-        self._safe_points.report_saved()
-
-
-class JoinRequests(StepHook):
-    """The hook of an elastic run by which rank 0 reports that members wait to join or leave.
-
-    Args:
-        member: This process.
-        safe_points: The next safe point lets them.
-    """
-
-    name = "join_round"
-
-    def __init__(self, member: Membership, safe_points: SafePoints) -> None:
-        self._member, self._safe_points = member, safe_points
-        self._round = -1
-
-    def begin(self, step: StepContext, batch: Any) -> None:
-        """Ask the launcher for newcomers, on rank 0."""
-        is_asked = step.parallel.rank == 0 and self._member.poll()
-        self._round = self._member.round if is_asked else -1
-
-    def status(self, step: StepContext) -> int:
-        """Return the round at whose end members join or leave; -1 for none."""
-        return self._round
-
-    def report(self, committed: CommittedStep) -> None:
-        """Let the round end at the next safe point."""
-        self._safe_points.ending_round = committed.summary.hooks[self.name]
-
-
-class ManualStepLog(StepHook):
-    """The hook that logs manual steps, so that a resumed script does not repeat them unnoticed."""
-
-    def __init__(self, safe_points: SafePoints) -> None:
-        self._safe_points = safe_points
-
-    def report(self, committed: CommittedStep) -> None:
-        """Log a manual step."""
-        if committed.is_manual:
-            self._safe_points.note_manual_step()

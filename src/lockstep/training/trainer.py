@@ -28,7 +28,7 @@ from lockstep.checkpoint.stop_request import end_call, stopping
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches, GatherFn
-from lockstep.elastic.membership import Membership, exchange, membership, run_transaction
+from lockstep.elastic.membership import exchange, membership, run_transaction
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.kernel.step import OptimizerStep
@@ -64,7 +64,6 @@ from lockstep.training.round_entry import RoundEntry
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
 from lockstep.training.run_record import LoggerLike, RunRecord
-from lockstep.training.safe_points import CheckpointRequests, JoinRequests, ManualStepLog
 from lockstep.training.sharded_optimizer import SharedStateCheck
 from lockstep.training.sharded_step import choose_squares
 from lockstep.training.state import TrainingState, begin_position
@@ -268,7 +267,7 @@ class Trainer:
             here = b"1" if is_recorded else b""
             is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
         self._end.begin(self._run, is_recorded)
-        hooks = self._list_hooks(setup, checkpoints, member)
+        hooks = self._list_hooks(setup, is_resumable=bool(checkpoints or member))
         if session is None and auditing is not None:
             record, executor = self._record_finding, setup.executor
             position = executor.position
@@ -330,9 +329,7 @@ class Trainer:
         if session is None and self._run.is_resuming:
             self.resume()
 
-    def _list_hooks(
-        self, setup: ModelSetup, checkpoints: RunCheckpoints | None, member: Membership | None
-    ) -> list[StepHook]:
+    def _list_hooks(self, setup: ModelSetup, *, is_resumable: bool) -> list[StepHook]:
         """Return the hooks that take part in every step, in this order."""
         parallel, executor, optimization = self.parallel, self._executor, self._optimization
         hooks: list[StepHook] = [KernelSettings(self.model), CollectiveCallCheck(executor.position)]
@@ -345,12 +342,8 @@ class Trainer:
         if parallel.loss is not None:
             hooks.append(LossCheckHook(parallel.modules_with(self.model)))
         hooks.append(StepUsage())
-        if checkpoints is not None:
-            hooks.append(CheckpointRequests(checkpoints, self._run.safe_points))
-        if checkpoints is not None or member is not None:
-            hooks.append(ManualStepLog(self._run.safe_points))
-        if member is not None:
-            hooks.append(JoinRequests(member, self._run.safe_points))
+        if is_resumable:
+            hooks.append(self._run.safe_points)
         return [*hooks, self.history]
 
     # --- the training loop -------------------------------------------------------------
