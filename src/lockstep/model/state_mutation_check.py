@@ -45,8 +45,10 @@ It is "" if they are not compared, and None if ranks differ.
 """
 
 
-class StateMutationCheck(StepHook):
+class StateMutationCheck(StepHook, StepObserver):
     """The hook that compares the state of modules before and after a step's micro-batches.
+
+    In some steps it also observes the graphs of the micro-batches.
 
     Args:
         modules: The model, or its blocks on this rank, and the other modules that a step
@@ -58,7 +60,7 @@ class StateMutationCheck(StepHook):
 
     def __init__(self, modules: Mapping[str, nn.Module], held: HeldParameters) -> None:
         self._modules, self.held = dict(modules), held
-        self._stranger = ""  # the failure of `check_graph` in this step
+        self._stranger = ""  # the failure of `record_graph` in this step
         self._failure = ""  # why the results of this step depend on the layout
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
@@ -71,7 +73,7 @@ class StateMutationCheck(StepHook):
         """Record the state before the first micro-batch, and watch the micro-batches."""
         self._stranger, self._failure = "", self.held.begin()
         if step.number < FIRST or step.number % GRAPHS_EVERY == 0:
-            step.observers.append(_GraphWatch(self))
+            step.observers.append(self)
         return self._explaining(step) if self._failure else None
 
     @contextmanager
@@ -113,13 +115,8 @@ class StateMutationCheck(StepHook):
             }
             require_same_weights(hashes, step.label.about, step.parallel.group)
 
-    def check_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
-        """Compare the leaves of a graph with the parameters that trainers hold.
-
-        Args:
-            root: The loss, or an output of a stage.
-            place: The step and the micro-batch.
-        """
+    def record_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
+        """Compare the leaves of a graph with the parameters that trainers hold."""
         self._stranger = self._stranger or self.held.check_graph(root, place)
 
     def _compare(self) -> None:
@@ -157,14 +154,3 @@ def require_same_weights(
                 "although all ranks began with the same: something wrote into it on some ranks "
                 "only; make every change on all ranks"
             )
-
-
-class _GraphWatch(StepObserver):
-    """Shows the graphs of a step's micro-batches to the check."""
-
-    def __init__(self, check: StateMutationCheck) -> None:
-        self._check = check
-
-    def record_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
-        """Compare the leaves of a graph with the parameters that trainers hold."""
-        self._check.check_graph(root, place)
