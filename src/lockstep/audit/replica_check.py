@@ -24,6 +24,7 @@ from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.microbatch_results import combine_hashes
+from lockstep.audit.verdict import Computation
 from lockstep.checksum import checksum
 from lockstep.kernel.rank_status import StatusSummary, merge_by_name
 from lockstep.kernel.step_context import StepContext
@@ -143,21 +144,16 @@ class ReplicaCheck(StepHook):
             return
         rank, host, name = ranks[odd.rank], messages[ranks[odd.rank]][1], odd.names[0]
         more = f" and {len(odd.names) - 1} more" if len(odd.names) > 1 else ""
-        self._finding = {
-            "step": step.number,
-            "rank": rank,
-            "host": host,
-            "core": -1,
-            "microbatch": None,
-            "module": name.partition("/")[0].rpartition(".")[0] or None,
-            "operator": None,
-            "corrected": True,
-            "message": f"step {step.number}: rank {rank} (host {host}) held other bits than "
-            f"all other ranks in {name}{more}, from a wrong update or a fault in memory; they were "
-            f"restored from rank {ranks[odd.source]}. Steps since the last audited one may have "
-            "used them: continue from a checkpoint before it if you need the bits of an "
-            "undisturbed run",
-        }
+        message = (
+            f"step {step.number}: rank {rank} (host {host}) held other bits than all other ranks "
+            f"in {name}{more}, from a wrong update or a fault in memory; they were restored from "
+            f"rank {ranks[odd.source]}. Steps since the last audited one may have used them: "
+            "continue from a checkpoint before it if you need the bits of an undisturbed run"
+        )
+        module = name.partition("/")[0].rpartition(".")[0] or None
+        fault = Computation(rank, host, -1, "", is_repeated=False)
+        self._finding = fault.describe_fault(step.number, None, message)
+        self._finding |= {"module": module, "corrected": True}
         raise RepeatStep(f"{step.where}: the step is computed again with restored weights")
 
     def report(self, committed: CommittedStep) -> None:

@@ -39,7 +39,7 @@ class Computation(NamedTuple):
         core = "an unknown core" if self.core < 0 else f"core {self.core}"
         return f"rank {self.rank} (host {self.host}, {core})"
 
-    def describe_fault(self, step: int, microbatch: int, message: str) -> dict[str, Any]:
+    def describe_fault(self, step: int, microbatch: int | None, message: str) -> dict[str, Any]:
         """Return the fields of a finding about a result that is wrong."""
         return {
             "step": step,
