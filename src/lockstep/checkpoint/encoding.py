@@ -15,7 +15,7 @@ import base64
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
@@ -228,7 +228,7 @@ def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: 
         )
     value = value.detach().resolve_conj().resolve_neg()
     reference: dict[str, Any] = {}
-    contiguous = _contiguous_strides(value.shape)
+    contiguous = torch.empty(value.shape, device="meta").stride()
     if value.stride() != contiguous:
         strides = torch.empty_like(value, device="meta").stride()  # in its memory format
         if strides != contiguous:
@@ -245,15 +245,6 @@ def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: 
         name += "'"
     tensors[name] = value
     return {"$tensor": [name, reference] if reference else name}
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a new contiguous tensor, as torch sets them."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _decode_tensor(content: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
