@@ -21,8 +21,7 @@ from lockstep.kernel.errors import DisagreementError
 __all__ = [
     "ORDER",
     "BatchIdentity",
-    "pack_epoch",
-    "pack_samples",
+    "pack",
     "require_same_batch",
     "require_same_epoch",
     "require_same_samples",
@@ -32,16 +31,17 @@ __all__ = [
 ORDER = "order of the samples"
 
 
-def pack_epoch(settings: Mapping[str, Any]) -> bytes:
-    """Return the bytes to exchange for the settings of an epoch, by their names in messages.
+def pack(described: Mapping[str, Any] | Sequence[str]) -> bytes:
+    """Return the bytes to exchange for the settings of an epoch, or for descriptions of samples.
 
-    Empty settings say that this rank could not determine the order of the samples.
+    Settings are given by their names in messages. Empty ones say that this rank could not determine
+    the order of the samples.
     """
-    return json.dumps(settings).encode()
+    return json.dumps(described).encode()
 
 
 def require_same_epoch(exchanged: list[bytes]) -> None:
-    """Compare the results of `pack_epoch` of all ranks, in rank order.
+    """Compare the packed settings of all ranks, in rank order.
 
     Raises:
         DisagreementError: A rank differs from the most frequent settings (from the lowest rank's in
@@ -71,7 +71,7 @@ def require_same_epoch(exchanged: list[bytes]) -> None:
 
 
 def require_same_samples(exchanged: Sequence[bytes]) -> None:
-    """Compare the results of `pack_samples` of all ranks, in rank order.
+    """Compare the packed samples of all ranks, in rank order.
 
     A rank that could not load its first batch has no samples; ranks may have different numbers
     of samples.
@@ -95,11 +95,6 @@ def require_same_samples(exchanged: Sequence[bytes]) -> None:
                     "although both loaded it with the same random seed: use the same dataset on "
                     "every rank, from the same files and with the same split"
                 )
-
-
-def pack_samples(described: Sequence[str]) -> bytes:
-    """Return the bytes to exchange for a few sample descriptions."""
-    return json.dumps(described).encode()
 
 
 def require_same_batch(everyone: Sequence[str], step: int) -> None:

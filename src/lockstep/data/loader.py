@@ -22,8 +22,7 @@ from lockstep.data.assignment import Hosts, ReplicaShare, on_one_host
 from lockstep.data.consistency import (
     ORDER,
     BatchIdentity,
-    pack_epoch,
-    pack_samples,
+    pack,
     require_same_epoch,
     require_same_samples,
 )
@@ -269,7 +268,7 @@ class Batches:
                 yield from items
 
     def _exchange_samples(self, descriptions: Sequence[str]) -> list[bytes]:
-        message = pack_samples(descriptions)
+        message = pack(descriptions)
         return [message] if self.agree is None else self.agree(message, "comparing samples of")
 
     def _plan_epoch(self, start: int) -> EpochOrder:
@@ -279,7 +278,7 @@ class Batches:
         except BaseException:
             if self.agree is not None:
                 # The other ranks wait for this message.
-                self.agree(pack_epoch({}), "beginning")
+                self.agree(pack({}), "beginning")
             raise
         self._compare_epoch(start, epoch)
         return epoch
@@ -316,7 +315,7 @@ class Batches:
             "number of batches": None if epoch is None else len(epoch),
             ORDER: "" if epoch is None else self._digest,
         }
-        require_same_epoch(self.agree(pack_epoch(settings), "beginning"))
+        require_same_epoch(self.agree(pack(settings), "beginning"))
 
     def _batch(self, item: Item, source: Source, seconds: float) -> Batch:
         size, parts = self._require_loaded(item, self.position)
