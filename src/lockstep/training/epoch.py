@@ -12,10 +12,8 @@ from lockstep.checkpoint.stop_request import Finish, stopping
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.data.repeated_epoch import describe_repetition
-from lockstep.training.history import History
-from lockstep.training.optimization import Optimization
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.state import Position
+from lockstep.training.state import TrainingState
 
 __all__ = ["Epoch"]
 
@@ -28,9 +26,8 @@ class Epoch(Batches):
 
     Args:
         run: The run, which skips what was trained before and saves checkpoints between batches.
-        history: The history that collects the steps of the epoch.
-        optimization: The optimizer and its schedule.
-        position: The position of the training, which has the number of the next epoch.
+        state: The state of the training: its history collects the steps of the epoch, and its
+            position has the number of the next one.
         finish: The function that ends the training if it stops on request.
         epoch: The epoch, from 0; None: the next one.
         options: The other options of `Batches`.
@@ -39,16 +36,14 @@ class Epoch(Batches):
     def __init__(
         self,
         run: ResumableRun,
-        history: History,
-        optimization: Optimization,
-        position: Position,
+        state: TrainingState,
         finish: Finish,
         epoch: int | None,
         **options: Any,
     ) -> None:
-        super().__init__(epoch=position.next_epoch if epoch is None else epoch, **options)
-        self._run, self._history, self._optimization = run, history, optimization
-        self._position, self._finish = position, finish
+        self._position, self._history = state.position, state.history
+        super().__init__(epoch=self._position.next_epoch if epoch is None else epoch, **options)
+        self._run, self._optimization, self._finish = run, state.optimization, finish
         self._is_given, self._is_loaded = epoch is not None, False
 
     def __iter__(self) -> Iterator[Batch]:

@@ -12,11 +12,9 @@ from typing import Any
 from lockstep.data.loader import Batches
 from lockstep.elastic.membership import exchange, run_transaction
 from lockstep.model.evaluation import Evaluation, EvaluationTask, Scoring
-from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.predictions import Predictions
-from lockstep.training.history import History
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.state import TrainerExecutor, TrainingState
+from lockstep.training.state import TrainingState
 
 __all__ = ["EvaluationOperation"]
 
@@ -25,25 +23,18 @@ class EvaluationOperation:
     """The evaluations and predictions of one trainer.
 
     Args:
-        executor: The executor of the micro-batches.
-        parallel: The layout and the loss.
-        state: The state, with the averaged weights.
+        state: The state, with the executor, and the history that gets evaluations and warnings.
         run: The run, which answers a resumed script.
-        history: The history, which gets evaluations and warnings.
         begin_scoring: Returns the task of an evaluation, given whether averaged weights are used.
     """
 
     def __init__(
         self,
-        executor: TrainerExecutor,
-        parallel: ParallelContext,
         state: TrainingState,
         run: ResumableRun,
-        history: History,
         begin_scoring: Callable[[bool], Scoring],
     ) -> None:
-        self._executor, self._parallel, self._state = executor, parallel, state
-        self._run, self._history = run, history
+        self._state, self._parallel, self._run = state, state.parallel, run
         self._begin_scoring = begin_scoring
 
     def evaluate(self, options: Mapping[str, Any], *, ema: bool) -> Evaluation:
@@ -56,8 +47,8 @@ class EvaluationOperation:
 
         def commit(task: Scoring, evaluation: Evaluation) -> dict[str, Any]:
             for warning in task.warnings:
-                self._history.warn(self._parallel.rank, warning, show=True)
-            self._history.add_evaluation(evaluation)
+                self._state.history.warn(self._parallel.rank, warning, show=True)
+            self._state.history.add_evaluation(evaluation)
             return vars(evaluation)
 
         def call() -> dict[str, Any]:
@@ -95,6 +86,6 @@ class EvaluationOperation:
         def prepare() -> tuple[EvaluationTask, Any]:
             task: EvaluationTask = begin()
             batches = self._make_batches(options, task.about)
-            return task, self._executor.evaluate(copy, task.prepare(batches), task)
+            return task, self._state.executor.evaluate(copy, task.prepare(batches), task)
 
         return run_transaction(prepare, lambda done: commit(*done))

@@ -49,7 +49,6 @@ class LastSafeState:
         state: The state of the trainer.
         stateful: The objects that are registered with the trainer, by name.
         run: The trainer's run, by which it is found among the registered objects of others.
-        device: The device of the trainer.
     """
 
     def __init__(
@@ -58,10 +57,10 @@ class LastSafeState:
         state: TrainingState,
         stateful: Mapping[str, Stateful],
         run: object,
-        device: torch.device,
     ) -> None:
         global _made
-        self.member, self._state, self._device = member, state, device
+        self.member, self._state = member, state
+        self._device = state.parallel.device
         self._run = weakref.ref(run)
         runs = {name: getattr(registered, "_run", None) for name, registered in stateful.items()}
         self._stateful = dict(stateful)
@@ -135,8 +134,8 @@ class LastSafeState:
         is_complete = all(id(other._run()) in registered for other in others)
         # The calls of a trainer that the script has deleted cannot be answered.
         is_known = len(others) + 1 == _made
-        has_whole_models = not (registered and any(known._state.has_parts for known in _known))
-        return is_complete and is_known and has_whole_models
+        has_parts = any(known._state.parallel.has_parts for known in _known)
+        return is_complete and is_known and not (registered and has_parts)
 
     def _describe_objects(self) -> str:
         """Return a text that changes if the script changes a registered object or the model."""

@@ -26,13 +26,12 @@ from lockstep.elastic.membership import Membership
 from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import FileError, LockstepError, UsageError
+from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import log
 from lockstep.model.generator_states import global_states
-from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.call_journal import OpenEpoch
 from lockstep.training.compatibility import log_continued, log_resumed
-from lockstep.training.history import History, StepResult
 from lockstep.training.last_safe_state import read_newest_state
 from lockstep.training.repeated_work import count_repeated_steps, measure_repeated_work
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
@@ -52,9 +51,7 @@ class ResumableRun:
 
     Args:
         state: The state that is saved and restored.
-        history: The history, to which the lines about checkpoints are written.
         settings: The description of model, optimizer and arguments.
-        parallel: The layout.
         record: The record of the run.
         checkpoints: The checkpoints of the run; None for a trainer without them.
         member: This process as a member of an elastic run; None outside of one.
@@ -67,22 +64,21 @@ class ResumableRun:
     def __init__(
         self,
         state: TrainingState,
-        history: History,
         settings: Mapping[str, str],
-        parallel: ParallelContext,
         record: RunRecord,
         checkpoints: RunCheckpoints | None,
         member: Membership | None,
     ) -> None:
-        self._history, self._parallel, self._record = history, parallel, record
+        self._history, self._parallel, self._record = state.history, state.parallel, record
         self._checkpoints, self._member = checkpoints, member
         self.has_begun = False
         if checkpoints is not None:
             checkpoints.require_encodable(state.local_state())
-        self._position = ScriptPosition(state, history, settings, checkpoints)
-        self.safe_points = SafePoints(self._position, history, checkpoints, member)
+        self._position = ScriptPosition(state, settings, checkpoints)
+        self.safe_points = SafePoints(self._position, checkpoints, member)
         self._origin = find_restart_source()
         is_first = member is not None and self._origin is None and not member.is_waiting
+        parallel = state.parallel
         may_lose = parallel.is_interleaved and len(parallel.hosts) == 1
         if is_first and checkpoints is None and may_lose and parallel.rank == 0:
             log(

@@ -22,12 +22,9 @@ from lockstep.comm.native_all_reduce import native_backend
 from lockstep.data.loader import Batches
 from lockstep.elastic.membership import Membership, Round
 from lockstep.kernel.step_context import Attempt
-from lockstep.model.parallel_context import ParallelContext
-from lockstep.training.history import History
-from lockstep.training.optimization import Optimization
 from lockstep.training.parallel_setup import find_hosts
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.state import Position, TrainerExecutor
+from lockstep.training.state import TrainingState
 from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["RoundEntry"]
@@ -38,11 +35,7 @@ class RoundEntry:
 
     Args:
         member: This process.
-        parallel: The layout.
-        executor: The executor of the steps.
-        optimization: The optimizer, which may be shared by the ranks.
-        position: The position of the training.
-        history: The history, to which the lines of rounds are written.
+        state: The state of the training, in the layout that a round changes.
         run: The run, with the state and the script log.
         promote: The function that makes this rank the writer of loggers and display.
     """
@@ -50,23 +43,20 @@ class RoundEntry:
     def __init__(
         self,
         member: Membership,
-        parallel: ParallelContext,
-        executor: TrainerExecutor,
-        optimization: Optimization,
-        position: Position,
-        history: History,
+        state: TrainingState,
         run: ResumableRun,
         promote: Callable[[], None],
     ) -> None:
-        self._member, self._parallel = member, parallel
+        parallel, executor = state.parallel, state.executor
         is_native = native_backend(parallel.device, torch.float32, parallel.group) is not None
-        has_own_state = isinstance(executor, WholeModelExecutor) and optimization.sharded is None
+        is_whole, sharded = isinstance(executor, WholeModelExecutor), state.optimization.sharded
         # Connections between hosts are closed when a rank is lost. On one host, ranks that wait
         # for each other over Gloo would not notice it.
         can_notice = is_native or (member.spans_hosts and parallel.device.type == "cpu")
-        can_stay = can_notice and has_own_state and not parallel.is_interleaved
+        can_stay = can_notice and is_whole and sharded is None and not parallel.is_interleaved
         self._executor = executor if can_stay else None
-        self._position, self._history, self._run = position, history, run
+        self._member, self._parallel, self._run = member, parallel, run
+        self._position, self._history = state.position, state.history
         self._promote = promote
         self._batches: WeakSet[Batches] = WeakSet()
         run.safe_points.take_part(member, run)

@@ -31,7 +31,6 @@ from lockstep.messages import log
 from lockstep.record.loggers import Logger
 from lockstep.record.recorder import Recorder
 from lockstep.redaction import redact
-from lockstep.training.history import History
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.state import TrainingState
 
@@ -46,17 +45,14 @@ class RunEnd:
     """The end of the run of one trainer.
 
     Args:
-        state: The state of the trainer, which computes the digests.
-        history: The history, which writes the last line.
-        has_parts: Whether ranks have parts of the model, so that computing a digest is a
-            collective call.
+        state: The state of the trainer, with the digests and the history of the last line.
         member: This process as a member of an elastic run; None outside of one.
     """
 
-    def __init__(
-        self, state: TrainingState, history: History, has_parts: bool, member: Membership | None
-    ) -> None:
-        self._state, self._history, self._has_parts = state, history, has_parts
+    def __init__(self, state: TrainingState, member: Membership | None) -> None:
+        self._state, self._history = state, state.history
+        # Computing a digest is then a collective call.
+        self._has_parts = state.parallel.has_parts
         self._member = member
         self._run: ResumableRun | None = None
         self._is_recorded = False

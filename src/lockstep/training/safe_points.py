@@ -27,7 +27,6 @@ from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import log
 from lockstep.training.call_journal import OpenEpoch
-from lockstep.training.history import History
 from lockstep.training.last_safe_state import LastSafeState
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.script_position import ScriptPosition
@@ -40,7 +39,6 @@ class SafePoints(StepHook):
 
     Args:
         position: The position of the script.
-        history: The history, to which the lines about checkpoints are written.
         checkpoints: The checkpoints of the run; None for a trainer without them.
         member: This process as a member of an elastic run; None outside of one.
 
@@ -54,11 +52,10 @@ class SafePoints(StepHook):
     def __init__(
         self,
         position: ScriptPosition,
-        history: History,
         checkpoints: RunCheckpoints | None,
         member: Membership | None,
     ) -> None:
-        self._position, self._history = position, history
+        self._position, self._history = position, position.state.history
         self._checkpoints, self._member = checkpoints, member
         self._is_due, self.saves = False, 0
         self._asked_round = -1  # at whose end members join or leave, as this rank knows; -1: none
@@ -223,7 +220,7 @@ class SafePoints(StepHook):
         """
         stateful = {} if self._checkpoints is None else self._checkpoints.stateful
         state = self._position.state
-        self._safe_state = LastSafeState(member, state, stateful, run, state.device)
+        self._safe_state = LastSafeState(member, state, stateful, run)
         self.is_logged = True
 
     @property

@@ -22,7 +22,6 @@ from lockstep.training.compatibility import (
     find_differences,
     require_same_training,
 )
-from lockstep.training.history import History
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.state import TrainingState
 
@@ -34,7 +33,6 @@ class ScriptPosition:
 
     Args:
         state: The state of the training.
-        history: The history, to which the line of a round is written.
         settings: The description of model, optimizer and arguments.
         checkpoints: The checkpoints of the run; None for a trainer without them.
 
@@ -53,11 +51,10 @@ class ScriptPosition:
     def __init__(
         self,
         state: TrainingState,
-        history: History,
         settings: Mapping[str, str],
         checkpoints: RunCheckpoints | None,
     ) -> None:
-        self.state, self._history, self._settings = state, history, settings
+        self.state, self._settings = state, settings
         self._checkpoints = checkpoints
         self.log = CallJournal()
         self.has_joined = self.is_state_transferred = False
@@ -103,7 +100,7 @@ class ScriptPosition:
             self.log.load_state_dict(state["script"])
             self.state.load_local(state)
         self._restored = state
-        return find_differences(state, here, self.state.describe_optimization())
+        return find_differences(state, here, self.state.optimization.describe())
 
     def continue_from_here(self) -> None:
         """Restore the state, if the script has repeated every call of the interrupted one."""
@@ -134,7 +131,7 @@ class ScriptPosition:
                 position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
         if self.round_line:
             line, self.round_line = self.round_line, {}
-            self._history.write("round", **line, continued=time.time())
+            self.state.history.write("round", **line, continued=time.time())
             if state is not None or not self.is_state_transferred:
                 report_to_launcher({"kind": "resumed"})
 

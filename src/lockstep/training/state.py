@@ -95,6 +95,17 @@ class TrainingState:
 
     It has many methods: each part of the state is read for checkpoints, digests and ranks that
     join, and is loaded from each of them.
+
+    Args:
+        module: The model, without the compiler's wrapper.
+        optimization: The optimizers, the schedulers and the average of the weights.
+        parallel: The layout, the loss and the arithmetic.
+        executor: The executor of the micro-batches.
+        history: The history, which has the sums of the current epoch.
+        position: The position of the training.
+
+    Attributes:
+        module, optimization, parallel, executor, history, position: The arguments.
     """
 
     def __init__(
@@ -106,10 +117,9 @@ class TrainingState:
         history: History,
         position: Position,
     ) -> None:
-        self._module, self._optimization, self._parallel = module, optimization, parallel
-        self._executor, self._history = executor, history
+        self.module, self.optimization, self.parallel = module, optimization, parallel
+        self.executor, self.history = executor, history
         self.position = position
-        self._device = parallel.device
         self._names: dict[torch.Tensor, str] = {
             tensor: name for name, tensor in module.named_parameters()
         }
@@ -121,17 +131,7 @@ class TrainingState:
     @property
     def placement(self) -> Placement | None:
         """The placement of tensors on stages; None while this rank has all of them."""
-        return self._executor.placement
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether ranks have different parts of the state."""
-        return self._parallel.has_parts
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the training."""
-        return self._device
+        return self.executor.placement
 
     @property
     def part(self) -> tuple[int, int] | None:
@@ -139,9 +139,9 @@ class TrainingState:
 
         None if the model is not partitioned yet, and another rank saves all of it.
         """
-        if self._parallel.is_interleaved:
-            return self._parallel.part
-        position, stages = self._parallel.part
+        if self.parallel.is_interleaved:
+            return self.parallel.part
+        position, stages = self.parallel.part
         if self.placement is None:
             return (0, 1) if position == 0 else None
         return position, stages
@@ -159,30 +159,30 @@ class TrainingState:
         state: dict[str, Any] = module.state_dict()
         if self.placement is None:
             return state
-        return gather_model_state(state, self._source, self._device)
+        return gather_model_state(state, self._source, self.parallel.device)
 
     def select_module(self, ema: bool = True) -> nn.Module:
         """Return the model, or the one with averaged weights; UsageError if there is no average."""
         if not ema:
-            return self._module
-        if self._optimization.average is None:
+            return self.module
+        if self.optimization.average is None:
             raise UsageError(
                 "there is no average of the weights: pass ema_decay=0.999 to the trainer"
             )
-        return self._optimization.average.module
+        return self.optimization.average.module
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state dict of the optimizer."""
         self._require_whole()
-        optimizer = self._optimization.optimizer
+        optimizer = self.optimization.optimizer
         if self.placement is None:
-            whole: dict[str, Any] = gather_tensors(self._optimization.stateful.state_dict())
+            whole: dict[str, Any] = gather_tensors(self.optimization.stateful.state_dict())
             return whole
-        return gather_optimizer_state(optimizer, self._names, self._source, self._device)
+        return gather_optimizer_state(optimizer, self._names, self._source, self.parallel.device)
 
     def ema_state(self) -> dict[str, Any] | None:
         """Return the state dict of the average, with its number of updates; None without one."""
-        average = self._optimization.average
+        average = self.optimization.average
         if average is None:
             return None
         return {"n_averaged": average.n_averaged} | {
@@ -201,13 +201,15 @@ class TrainingState:
         if self.placement is None:
             return buffers
         for group in ("model", "average"):
-            buffers[group] = gather_model_state(buffers[group], self._source, self._device)
+            buffers[group] = gather_model_state(buffers[group], self._source, self.parallel.device)
         # Only the ranks of the last stage compute the loss and write its buffers.
         last = len(self.placement.partition.ranges) - 1
-        source = last % self._parallel.stages
+        source = last % self.parallel.stages
         if not self._has_last_stage:
             buffers["loss"] = {name: buffer.to("meta") for name, buffer in buffers["loss"].items()}
-        buffers["loss"] = gather_model_state(buffers["loss"], lambda name: source, self._device)
+        buffers["loss"] = gather_model_state(
+            buffers["loss"], lambda name: source, self.parallel.device
+        )
         return buffers
 
     def digest(self) -> str:
@@ -218,8 +220,8 @@ class TrainingState:
         """Return the SHA-256 over the optimizer's state."""
         self._require_whole()
         if self.placement is None:
-            return digest(self._optimization.tensors(self._names))
-        optimizer = self._optimization.optimizer
+            return digest(self.optimization.tensors(self._names))
+        optimizer = self.optimization.optimizer
         order = [
             self._names[parameter]
             for group in optimizer.param_groups
@@ -239,7 +241,7 @@ class TrainingState:
             "model": self.model_state(),
             "buffers": self.buffer_state(),
             "optimizer": self.optimizer_state(),
-            "scheduler": self._optimization.scheduler_state(),
+            "scheduler": self.optimization.scheduler_state(),
             "average": self.ema_state(),
             "module_settings": self._settings.state_dict(),
             **self.position_state(),
@@ -261,7 +263,7 @@ class TrainingState:
         self._load_tensors(state)
         self.load_settings(state)
         self.load_position(state)
-        self.position.next_epoch = state["epoch"] + (not self._history.is_inside_epoch)
+        self.position.next_epoch = state["epoch"] + (not self.history.is_inside_epoch)
 
     def load_settings(self, state: Mapping[str, Any]) -> None:
         """Restore what the script had changed in the modules, once it is where the state was saved.
@@ -274,23 +276,23 @@ class TrainingState:
 
     def position_state(self) -> dict[str, Any]:
         """Return the position of the training as plain values, the same on every rank."""
-        scale = self._parallel.loss_scale
+        scale = self.parallel.loss_scale
         return {
-            "history": self._history.state_dict(),
+            "history": self.history.state_dict(),
             "steps": self.position.steps,
             "epoch": self.position.epoch,
             "seed": self.position.seed,
-            "microbatches": self._parallel.microbatches,
+            "microbatches": self.parallel.microbatches,
             "loss_scale": scale.state_dict() if scale is not None else None,
         }
 
     def load_position(self, state: Mapping[str, Any]) -> None:
         """Load a position that `position_state` returned; older states lack some entries."""
-        self._history.load_state_dict(state.get("history") or {"open": state["open_epoch"]})
+        self.history.load_state_dict(state.get("history") or {"open": state["open_epoch"]})
         position, steps = self.position, state["steps"]
         position.steps, position.epoch = steps, state["epoch"]
         position.attempt = Attempt(position.attempt.trainer, steps, steps - 1)
-        scale, saved = self._parallel.loss_scale, state.get("loss_scale")
+        scale, saved = self.parallel.loss_scale, state.get("loss_scale")
         if scale is not None and saved is not None:
             scale.load_state_dict(saved)
 
@@ -303,25 +305,25 @@ class TrainingState:
         model's weights.
         """
         self._require_whole()
-        packed = self._optimization.stateful.state_dict()
+        packed = self.optimization.stateful.state_dict()
         order = self._order()
         groups = [
             {**group, "params": [order[index] for index in group["params"]]}
             for group in packed["param_groups"]
         ]
-        average = self._optimization.average
+        average = self.optimization.average
         buffers = self._unsaved_buffers()
         for group in ("model", "average"):
             buffers[group] = self._owned(buffers[group])
         if self.placement is not None and not self._has_last_stage:
             buffers["loss"] = {}
         return {
-            "model": split_shards(self._owned(self._module.state_dict())),
+            "model": split_shards(self._owned(self.module.state_dict())),
             "optimizer": split_shards(
                 self._owned({order[i]: state for i, state in packed["state"].items()})
             ),
             "parameter_groups": groups,
-            "scheduler": self._optimization.scheduler_state(),
+            "scheduler": self.optimization.scheduler_state(),
             "ema": split_shards(self._owned(average.module.state_dict())) if average else None,
             "ema_updates": average.n_averaged if average else None,
             "buffers": buffers,
@@ -330,28 +332,22 @@ class TrainingState:
 
     def is_whole(self) -> bool:
         """Return whether shared parameters and optimizer state are not in the middle of a step."""
-        sharded = self._optimization.sharded
+        sharded = self.optimization.sharded
         return sharded is None or sharded.shared.is_whole()
 
     def _require_whole(self) -> None:
-        if (sharded := self._optimization.sharded) is not None:
+        if (sharded := self.optimization.sharded) is not None:
             sharded.shared.require_whole()
 
     def describe_changes(self) -> list[Any]:
         """Return values that change if a script writes to parameters or changes a setting."""
-        groups = self._optimization.optimizer.param_groups
+        groups = self.optimization.optimizer.param_groups
         options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         others = [
-            parameter
-            for module in self._parallel.extra_modules
-            for parameter in module.parameters()
+            parameter for module in self.parallel.extra_modules for parameter in module.parameters()
         ]
         versions = [read_version(tensor) for tensor in (*self._names, *others)]
         return [repr(options), versions, self._settings.describe()]
-
-    def describe_optimization(self) -> dict[str, str]:
-        """Return the settings of the optimizers and schedulers, as they are now."""
-        return self._optimization.describe()
 
     def find_rows(self) -> Rows:
         """Return which rows of each sharded parameter `load_local` needs."""
@@ -383,7 +379,7 @@ class TrainingState:
 
     def _order(self) -> list[str]:
         """Return the names of the parameters, in the optimizer's order."""
-        return [self._names[parameter] for parameter in self._optimization.parameters]
+        return [self._names[parameter] for parameter in self.optimization.parameters]
 
     def _owned(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of a state, by parameter and buffer name, that this rank owns."""
@@ -404,22 +400,20 @@ class TrainingState:
     def _load_tensors(self, state: Mapping[str, Any]) -> None:
         """Load the tensors that this rank holds from whole states."""
         average = state["average"] and self._held(state["average"], AVERAGED)
-        if average is not None and self._optimization.average is not None:
-            average = shard_state(average, self._optimization.average.state_dict())
-        optimizer = shard_optimizer_state(state["optimizer"], self._optimization.parameters)
-        with self._optimization.loading():
-            model = shard_state(self._held(state["model"], ""), self._module.state_dict())
-            self._module.load_state_dict(model)
-            self._optimization.load_state_dict(
-                {**state, "optimizer": optimizer, "average": average}
-            )
+        if average is not None and self.optimization.average is not None:
+            average = shard_state(average, self.optimization.average.state_dict())
+        optimizer = shard_optimizer_state(state["optimizer"], self.optimization.parameters)
+        with self.optimization.loading():
+            model = shard_state(self._held(state["model"], ""), self.module.state_dict())
+            self.module.load_state_dict(model)
+            self.optimization.load_state_dict({**state, "optimizer": optimizer, "average": average})
         self._load_buffers(state.get("buffers", {}))  # older states have none
 
     def _unsaved_buffers(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's tensors of `buffer_state`."""
-        average = self._optimization.average
+        average = self.optimization.average
         return {
-            "model": _non_persistent_buffers(self._module),
+            "model": _non_persistent_buffers(self.module),
             "average": _non_persistent_buffers(average.module) if average else {},
             "loss": {},
         } | {
@@ -429,7 +423,7 @@ class TrainingState:
                 for name, parameter in module.named_parameters()
                 if parameter not in self._names
             }
-            for group, module in self._parallel.other_modules().items()
+            for group, module in self.parallel.other_modules().items()
         }
 
     @torch.no_grad()

@@ -23,12 +23,10 @@ from lockstep.kernel.step_context import Attempt, StepContext
 from lockstep.kernel.step_hooks import CommittedStep, RepeatStep
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.model.parallel_context import ParallelContext
-from lockstep.training.history import History
 from lockstep.training.manual_step import ManualStep
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_record import RunRecord
-from lockstep.training.state import TrainerExecutor, TrainingState
+from lockstep.training.state import TrainingState
 
 __all__ = ["StepOperation"]
 
@@ -41,34 +39,26 @@ class StepOperation:
 
     Args:
         optimizer_step: The phases of a step.
-        executor: The executor of the steps.
         model: The model, or its compiled wrapper.
-        parallel: The layout.
-        state: The state, with the position, and the weights that are saved if training fails.
+        state: The state, with the position.
         run: The run, whose checkpoints are abandoned if training fails.
         record: The record of the run.
-        history: The history, to which failures are reported.
         member: This process as a member of an elastic run; None outside of one.
     """
 
     def __init__(
         self,
         optimizer_step: OptimizerStep,
-        executor: TrainerExecutor,
         model: nn.Module,
-        parallel: ParallelContext,
         state: TrainingState,
         run: ResumableRun,
         record: RunRecord,
-        history: History,
         member: Membership | None,
     ) -> None:
-        self._optimizer_step, self._parallel, self._state = optimizer_step, parallel, state
-        self._executor = executor
-        self._run, self._record = run, record
-        self._history, self._member = history, member
-        self._position = state.position
-        modules = parallel.modules_with(model).values()
+        self._optimizer_step, self._state = optimizer_step, state
+        self._parallel, self._position = state.parallel, state.position
+        self._run, self._record, self._member = run, record, member
+        modules = state.parallel.modules_with(model).values()
         self._modules = {id(getattr(module, "_orig_mod", module)) for module in modules}
 
     def take(self, batch: Any) -> float:
@@ -87,7 +77,7 @@ class StepOperation:
         while True:
             step = self._begin()
             try:
-                given = batch if self._executor.is_ready else self._partition(step, batch)
+                given = batch if self._state.executor.is_ready else self._partition(step, batch)
                 return self._optimizer_step.compute(step, given)
             except RepeatStep:
                 self._optimizer_step.undo()
@@ -98,7 +88,7 @@ class StepOperation:
     def _partition(self, step: StepContext, batch: Any) -> Any:
         """Partition the model into stages with the first batch; return this rank's part of it."""
         with CollectiveCallGuard(lambda: step.where):
-            return self._executor.prepare(batch)
+            return self._state.executor.prepare(batch)
 
     def open_manual(self) -> ManualStep:
         """Return the context of a step whose micro-batches the script computes."""
@@ -218,4 +208,4 @@ class StepOperation:
     def _fail(self, attempt: Attempt, error: BaseException) -> None:
         self._run.safe_points.abandon()
         attempt.fail(error)
-        self._history.failures[:] = [f"{type(error).__name__}: {error}"]
+        self._state.history.failures[:] = [f"{type(error).__name__}: {error}"]

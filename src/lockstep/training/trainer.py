@@ -253,15 +253,13 @@ class Trainer:
             self._position,
         )
         self.parallel.is_recorded = self._is_in_session
-        self._end = RunEnd(self._state, self.history, self.parallel.has_parts, member)
+        self._end = RunEnd(self._state, member)
         self._record = RunRecord(loggers if is_rank0 else (), checkpoint, self._open_record)
         checkpoints = None
         if checkpoint is not None:
             checkpoints = RunCheckpoints(checkpoint, self.parallel, self._record, member)
         settings |= setup.settings
-        self._run = ResumableRun(
-            self._state, self.history, settings, self.parallel, self._record, checkpoints, member
-        )
+        self._run = ResumableRun(self._state, settings, self._record, checkpoints, member)
         is_recorded = is_rank0 and self._record.may_record
         if self.parallel.has_parts:  # all ranks must take part in computing a digest
             here = b"1" if is_recorded else b""
@@ -299,28 +297,15 @@ class Trainer:
             squares=choose_squares(self.parallel, self.module),
         )
         self._steps = StepOperation(
-            optimizer_step,
-            self._executor,
-            self.model,
-            self.parallel,
-            self._state,
-            self._run,
-            self._record,
-            self.history,
-            member,
+            optimizer_step, self.model, self._state, self._run, self._record, member
         )
-        parts = self._executor, self.parallel, self._state, self._run
         begin_scoring = partial(Scoring, self.parallel, self.metrics)
-        self._evaluations = EvaluationOperation(*parts, self.history, begin_scoring)
+        self._evaluations = EvaluationOperation(self._state, self._run, begin_scoring)
         self._rounds: RoundEntry | None = None
         if member is not None and session is None:
             self._rounds = RoundEntry(
                 member,
-                self.parallel,
-                self._executor,
-                self._optimization,
-                self._position,
-                self.history,
+                self._state,
                 self._run,
                 lambda: self._promote(loggers, progress),
             )
@@ -380,9 +365,7 @@ class Trainer:
         self._run.begin()
         batches = Epoch(
             self._run,
-            self.history,
-            self._optimization,
-            self._position,
+            self._state,
             self.finish,
             **resolve_data(dataset, batch_size, options),
             **self.parallel.loader_options(),
