@@ -61,11 +61,7 @@ class LossCheckHook(StepHook):
 
     def begin(self, step: StepContext, batch: Any) -> None:
         """Check the losses of the step."""
-
-        def warn(microbatch: int, sentence: str) -> None:
-            step.warnings.append(f"{step.place(microbatch)}: {sentence}")
-
-        step.observers.append(LossCheck(step, self._modules, warn))
+        step.observers.append(LossCheck(step, self._modules))
 
 
 Part = tuple[Any, Any]
@@ -78,16 +74,10 @@ class LossCheck(StepObserver):
     Args:
         step: The context of the step.
         modules: The modules that the step calls, which the check must not call.
-        warn: A function of a micro-batch and a warning about it; called at most once.
     """
 
-    def __init__(
-        self,
-        step: StepContext,
-        modules: Mapping[str, nn.Module],
-        warn: Callable[[int, str], None],
-    ) -> None:
-        self._step, self._parallel, self._warn = step, step.parallel, warn
+    def __init__(self, step: StepContext, modules: Mapping[str, nn.Module]) -> None:
+        self._step, self._parallel = step, step.parallel
         self._modules = {part for module in modules.values() for part in module.modules()}
         self._single: Part | None = None  # a micro-batch of one sample
         self._has_warned = False
@@ -132,14 +122,14 @@ class LossCheck(StepObserver):
         # A half has no finite mean if all of its targets are ignored.
         if not all(map(math.isfinite, losses)) or abs(loss - mean) > limit:
             self._has_warned = True
-            self._warn(
-                microbatch.index,
-                f"the loss {loss_name(self._parallel.loss)} of a micro-batch {NOT_ADDITIVE}, so "
-                "the gradient is not that of the whole batch: return a mean over the samples, set "
-                'the attribute reduction = "sum" of a loss that adds them up, or pass loss_weight= '
-                "a function that returns what the loss of a micro-batch divides by; for a loss "
-                "that compares samples with each other or divides by several numbers, see "
-                '"Losses over the whole batch" in the guide to training',
+            self._step.warnings.append(
+                f"{self._step.place(microbatch.index)}: the loss {loss_name(self._parallel.loss)} "
+                f"of a micro-batch {NOT_ADDITIVE}, so the gradient is not that of the whole batch: "
+                'return a mean over the samples, set the attribute reduction = "sum" of a loss '
+                "that adds them up, or pass loss_weight= a function that returns what the loss of "
+                "a micro-batch divides by; for a loss that compares samples with each other or "
+                'divides by several numbers, see "Losses over the whole batch" in the guide to '
+                "training"
             )
 
     def _weigh(self, part: Part, size: int) -> float:
