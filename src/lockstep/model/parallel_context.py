@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,27 +38,23 @@ class ParallelContext:
 
     All parts of a trainer hold the same object. `loss_scale` changes between steps, equally on all
     ranks. `is_recorded` is set while steps are recorded or replayed: batches are hashed then. The
-    layout changes only in `enter`, at the beginning of a round of an elastic run. `share` is this
-    rank's part of a batch. `is_interleaved` says that parameters are sharded, so that ranks take
-    turns.
+    layout changes only in `enter`, at the beginning of a round of an elastic run.
+    `is_interleaved` says that parameters are sharded, so that ranks take turns.
     """
 
     microbatches: int
     rank: int
-    replicas: int
-    replica: int
-    stages: int
-    position: int
+    hosts: Hosts
     device: torch.device
-    threads: int
-    loss: Callable[..., Any] | None
-    loss_weight: WeightFunction | None
-    autocast_dtype: torch.dtype | None
     group: dist.ProcessGroup | None
     peers: dist.ProcessGroup | None
-    hosts: Hosts
     messages: Messages
     make_buffer_exchange: Callable[[], BufferExchange]
+    stages: int = 1
+    threads: int = field(default_factory=torch.get_num_threads)
+    loss: Callable[..., Any] | None = None
+    loss_weight: WeightFunction | None = None
+    autocast_dtype: torch.dtype | None = None
     extra_modules: tuple[nn.Module, ...] = ()
     activation_checkpointing: bool = False
     loss_scale: LossScale | None = None
@@ -70,6 +66,12 @@ class ParallelContext:
         self.device_type = self.device.type
         self.count_ignored = find_ignored_count(self.loss)
         self._spare: Microbatch | None = None  # see `take_turns`
+        self._find_replica()
+
+    def _find_replica(self) -> None:
+        """Find this rank's replica, its stage there (`position`) and its part of a batch."""
+        self.replicas = sum(map(len, self.hosts))
+        self.replica, self.position = divmod(self.rank, self.stages)
         self.share = ReplicaShare(self.microbatches, self.hosts, self.replica, self.is_interleaved)
 
     @property
@@ -93,9 +95,8 @@ class ParallelContext:
             hosts: The replicas of each host.
         """
         assert self.stages == 1, "stages are replaced, not continued in place"
-        self.rank = self.replica = rank
-        self.replicas, self.hosts = sum(map(len, hosts)), hosts
-        self.share = ReplicaShare(self.microbatches, hosts, rank)
+        self.rank, self.hosts = rank, hosts
+        self._find_replica()
 
     def make_checkpointing(self, blocks: Mapping[str, nn.Module]) -> ActivationCheckpointing:
         """Return the activation checkpointing of these blocks, or of none if it is disabled."""

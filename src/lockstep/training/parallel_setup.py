@@ -66,12 +66,8 @@ def make_parallel_context(
     return ParallelContext(
         microbatches=microbatches,
         rank=world.rank,
-        replicas=world.world_size // stages,
-        replica=world.rank // stages,
         stages=stages,
-        position=world.rank % stages,
         device=world.device,
-        threads=torch.get_num_threads(),
         loss=loss,
         loss_weight=loss_weight or infer_weight_function(loss),
         autocast_dtype=None if autocast_dtype == torch.float32 else autocast_dtype,
