@@ -13,7 +13,6 @@ from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.data.repeated_epoch import describe_repetition
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.state import TrainingState
 
 __all__ = ["Epoch"]
 
@@ -26,8 +25,6 @@ class Epoch(Batches):
 
     Args:
         run: The run, which skips what was trained before and saves checkpoints between batches.
-        state: The state of the training: its history collects the steps of the epoch, and its
-            position has the number of the next one.
         finish: The function that ends the training if it stops on request.
         epoch: The epoch, from 0; None: the next one.
         options: The other options of `Batches`.
@@ -36,14 +33,13 @@ class Epoch(Batches):
     def __init__(
         self,
         run: ResumableRun,
-        state: TrainingState,
         finish: Finish,
         epoch: int | None,
         **options: Any,
     ) -> None:
-        self._position, self._history = state.position, state.history
+        self._position, self._history = run.state.position, run.state.history
         super().__init__(epoch=self._position.next_epoch if epoch is None else epoch, **options)
-        self._run, self._optimization, self._finish = run, state.optimization, finish
+        self._run, self._optimization, self._finish = run, run.state.optimization, finish
         self._is_given, self._is_loaded = epoch is not None, False
 
     def __iter__(self) -> Iterator[Batch]:

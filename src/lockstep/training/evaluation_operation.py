@@ -14,7 +14,6 @@ from lockstep.elastic.membership import exchange, run_transaction
 from lockstep.model.evaluation import Evaluation, EvaluationTask, Scoring
 from lockstep.model.predictions import Predictions
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.state import TrainingState
 
 __all__ = ["EvaluationOperation"]
 
@@ -23,18 +22,16 @@ class EvaluationOperation:
     """The evaluations and predictions of one trainer.
 
     Args:
-        state: The state, with the executor, and the history that gets evaluations and warnings.
         run: The run, which answers a resumed script.
         begin_scoring: Returns the task of an evaluation, given whether averaged weights are used.
     """
 
     def __init__(
         self,
-        state: TrainingState,
         run: ResumableRun,
         begin_scoring: Callable[[bool], Scoring],
     ) -> None:
-        self._state, self._parallel, self._run = state, state.parallel, run
+        self._run, self._state, self._parallel = run, run.state, run.state.parallel
         self._begin_scoring = begin_scoring
 
     def evaluate(self, options: Mapping[str, Any], *, ema: bool) -> Evaluation:

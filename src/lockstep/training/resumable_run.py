@@ -57,6 +57,7 @@ class ResumableRun:
         member: This process as a member of an elastic run; None outside of one.
 
     Attributes:
+        state, record, member: The arguments.
         has_begun: Whether the script has made its first call, or the run was resumed.
         safe_points: What happens where the script can be continued.
     """
@@ -69,8 +70,9 @@ class ResumableRun:
         checkpoints: RunCheckpoints | None,
         member: Membership | None,
     ) -> None:
-        self._history, self._parallel, self._record = state.history, state.parallel, record
-        self._checkpoints, self._member = checkpoints, member
+        self.state, self.record, self.member = state, record, member
+        self._history, self._parallel = state.history, state.parallel
+        self._checkpoints = checkpoints
         self.has_begun = False
         if checkpoints is not None:
             checkpoints.require_encodable(state.local_state())
@@ -125,7 +127,7 @@ class ResumableRun:
         try:
             path = checkpoints.find(place)
             if path is not None:
-                state = checkpoints.read(path, self._position.state.find_rows())
+                state = checkpoints.read(path, self.state.find_rows())
                 differences = self._position.load(state)
                 checkpoints.set_aside_newer(path, state["steps"])
                 steps, epochs = state["steps"], state["history"]["epochs"]
@@ -166,8 +168,8 @@ class ResumableRun:
 
     def _continue_round(self, origin: RestartSource, layout: Mapping[str, Any]) -> None:
         """Continue from the state of the last round, or from the beginning if there is none."""
-        checkpoints, number = self._checkpoints, self._position.state.position.attempt.trainer
-        rows = self._position.state.find_rows()
+        checkpoints, number = self._checkpoints, self.state.position.attempt.trainer
+        rows = self.state.find_rows()
         path, state = read_newest_state(origin, checkpoints, number, rows)
         steps = 0 if state is None else state["steps"]
         if state is not None:
@@ -177,13 +179,13 @@ class ResumableRun:
         if checkpoints is not None:
             checkpoints.open_loggers()
         elif self._parallel.rank == 0:
-            self._record.open_replaced(number)
+            self.record.open_replaced(number)
         if self._parallel.rank == 0:
             repeated = count_repeated_steps(steps, self._history.find_run_folder())
             log_continued(origin, path, steps, repeated, checkpoints is not None)
             self._history.write_missing((state or {}).get("backlog", ()))
-        if self._member is not None:
-            self._record.agree_on_folder(self._parallel.group)
+        if self.member is not None:
+            self.record.agree_on_folder(self._parallel.group)
         self.has_begun = True
         self._position.round_line = origin.describe_round() | {
             "step": steps,
@@ -205,16 +207,16 @@ class ResumableRun:
         if self._checkpoints is not None:
             self._checkpoints.begin()
         elif self._parallel.rank == 0:
-            self._record.begin()
-        if self._member is not None:
-            self._record.agree_on_folder(self._parallel.group)
+            self.record.begin()
+        if self.member is not None:
+            self.record.agree_on_folder(self._parallel.group)
         self.has_begun = True
 
     # --- members of an elastic run ----------------------------------------------------------
 
     def join(self) -> bool:
         """Join a running elastic run if this process is a newcomer; return whether it is one."""
-        member = self._member
+        member = self.member
         if member is None or not member.is_waiting:
             return False
         member.join()
@@ -231,14 +233,14 @@ class ResumableRun:
 
     def promote(self, loggers: Any) -> None:
         """Replace the lost rank 0: continue the record, and save checkpoints."""
-        self._record.take_over(loggers)
+        self.record.take_over(loggers)
         if self._checkpoints is not None:
             self._checkpoints.promote()
 
     def collect_state(self) -> dict[str, Any]:
         """Return the state from which a newcomer continues; called at a safe point."""
-        state = self._position.describe() | self._position.state.local_state()
-        state |= {"folder": self._record.agreed, "resumed_from": self._position.resumed_from}
+        state = self._position.describe() | self.state.local_state()
+        state |= {"folder": self.record.agreed, "resumed_from": self._position.resumed_from}
         state |= {"saved": (self.safe_points.saves, self._position.saved), "is_in_memory": True}
         state["generators"] = global_states(self._parallel.device)
         if self._checkpoints is None:
@@ -250,7 +252,7 @@ class ResumableRun:
         """Continue from a state that `collect_state` returned on another rank."""
         self._position.load(state)
         self._position.resumed_from = state["resumed_from"]
-        self._record.agreed = folder, name = state["folder"]
+        self.record.agreed = folder, name = state["folder"]
         self.safe_points.saves, self._position.saved = state["saved"]
         if self._checkpoints is not None:
             self._checkpoints.adopt(Path(folder), name, state["plans"])
@@ -306,7 +308,7 @@ class ResumableRun:
         answer = self._position.log.answer_step(identity)
         if answer is not None:
             loss, steps = answer
-            epoch = self._position.state.position.epoch
+            epoch = self.state.position.epoch
             self._history.last = StepResult(steps - 1, epoch, loss, 0, {}, math.nan)
             self._position.note_answer(steps)
             return loss

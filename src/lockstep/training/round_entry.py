@@ -24,7 +24,6 @@ from lockstep.elastic.membership import Membership, Round
 from lockstep.kernel.step_context import Attempt
 from lockstep.training.parallel_setup import find_hosts
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.state import TrainingState
 from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["RoundEntry"]
@@ -35,7 +34,6 @@ class RoundEntry:
 
     Args:
         member: This process.
-        state: The state of the training, in the layout that a round changes.
         run: The run, with the state and the script log.
         promote: The function that makes this rank the writer of loggers and display.
     """
@@ -43,10 +41,10 @@ class RoundEntry:
     def __init__(
         self,
         member: Membership,
-        state: TrainingState,
         run: ResumableRun,
         promote: Callable[[], None],
     ) -> None:
+        state = run.state
         parallel, executor = state.parallel, state.executor
         is_native = native_backend(parallel.device, torch.float32, parallel.group) is not None
         is_whole, sharded = isinstance(executor, WholeModelExecutor), state.optimization.sharded
@@ -59,7 +57,7 @@ class RoundEntry:
         self._position, self._history = state.position, state.history
         self._promote = promote
         self._batches: WeakSet[Batches] = WeakSet()
-        run.safe_points.take_part(member, run)
+        run.safe_points.take_part(run)
         member.enroll(self)
 
     def follow(self, batches: Batches) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.kernel.step import OptimizerStep, PreparedStep
 from lockstep.kernel.step_context import Attempt, StepContext
@@ -25,8 +24,6 @@ from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.training.manual_step import ManualStep
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.run_record import RunRecord
-from lockstep.training.state import TrainingState
 
 __all__ = ["StepOperation"]
 
@@ -40,25 +37,14 @@ class StepOperation:
     Args:
         optimizer_step: The phases of a step.
         model: The model, or its compiled wrapper.
-        state: The state, with the position.
         run: The run, whose checkpoints are abandoned if training fails.
-        record: The record of the run.
-        member: This process as a member of an elastic run; None outside of one.
     """
 
-    def __init__(
-        self,
-        optimizer_step: OptimizerStep,
-        model: nn.Module,
-        state: TrainingState,
-        run: ResumableRun,
-        record: RunRecord,
-        member: Membership | None,
-    ) -> None:
-        self._optimizer_step, self._state = optimizer_step, state
-        self._parallel, self._position = state.parallel, state.position
-        self._run, self._record, self._member = run, record, member
-        modules = state.parallel.modules_with(model).values()
+    def __init__(self, optimizer_step: OptimizerStep, model: nn.Module, run: ResumableRun) -> None:
+        self._optimizer_step, self._run, self._member = optimizer_step, run, run.member
+        self._state, self._position = run.state, run.state.position
+        self._parallel = run.state.parallel
+        modules = self._parallel.modules_with(model).values()
         self._modules = {id(getattr(module, "_orig_mod", module)) for module in modules}
 
     def take(self, batch: Any) -> float:
@@ -202,7 +188,7 @@ class StepOperation:
         self._fail(step.attempt, error)
         if isinstance(error, (LossError, GradientError)) and step.attempt.is_agreed:
             microbatch = getattr(error, "microbatch", None)
-            advice = self._record.describe_replay(self._position.steps, microbatch)
+            advice = self._run.record.describe_replay(self._position.steps, microbatch)
             raise type(error)(f"{error}; training stopped{advice}") from None
 
     def _fail(self, attempt: Attempt, error: BaseException) -> None:

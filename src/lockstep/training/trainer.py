@@ -296,19 +296,13 @@ class Trainer:
             is_repeatable=self._optimization.sharded is not None or member is not None,
             squares=choose_squares(self.parallel, self.module),
         )
-        self._steps = StepOperation(
-            optimizer_step, self.model, self._state, self._run, self._record, member
-        )
+        self._steps = StepOperation(optimizer_step, self.model, self._run)
         begin_scoring = partial(Scoring, self.parallel, self.metrics)
-        self._evaluations = EvaluationOperation(self._state, self._run, begin_scoring)
+        self._evaluations = EvaluationOperation(self._run, begin_scoring)
         self._rounds: RoundEntry | None = None
         if member is not None and session is None:
-            self._rounds = RoundEntry(
-                member,
-                self._state,
-                self._run,
-                lambda: self._promote(loggers, progress),
-            )
+            promote = partial(self._promote, loggers, progress)
+            self._rounds = RoundEntry(member, self._run, promote)
             if not is_rank0:
                 self.history.keep_backlog()
         if session is None and self._run.is_resuming:
@@ -365,7 +359,6 @@ class Trainer:
         self._run.begin()
         batches = Epoch(
             self._run,
-            self._state,
             self.finish,
             **resolve_data(dataset, batch_size, options),
             **self.parallel.loader_options(),
