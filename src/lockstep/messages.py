@@ -16,16 +16,12 @@ import sys
 from typing import IO, Any
 
 __all__ = [
-    "JSON_HELP",
     "discard_if_lost",
     "escape_control",
     "keep_printing",
     "log",
     "open_missing_streams",
 ]
-
-JSON_HELP = "Print one JSON object as the last line of stdout; text goes to stderr."
-"""The help text of `--json` in every command that measures or compares one thing."""
 
 # C0 and C1 controls except newline and tab, line separators, marks that change the direction
 # of text, halves of surrogate pairs, and what XML forbids.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import shlex
 import sys
@@ -13,8 +11,8 @@ import click
 
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
-from lockstep.messages import JSON_HELP, escape_control, log
-from lockstep.tools.commands.report import find_run, runs_option
+from lockstep.messages import escape_control, log
+from lockstep.tools.commands.options import find_run, json_option, printing_text, runs_option
 
 if TYPE_CHECKING:
     from lockstep.tools.replay.record_audit import RecordAudit
@@ -33,7 +31,7 @@ RANGE = re.compile(r"(\d+)(?:-(\d+))?")
     "last checkpoint]",
 )  # fmt: skip
 @runs_option
-@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@json_option
 def command(run: str, steps: str | None, folder: str, as_json: bool) -> None:
     """Check whether this machine computes the recorded bits of RUN (name or folder).
 
@@ -56,10 +54,8 @@ def command(run: str, steps: str | None, folder: str, as_json: bool) -> None:
     what = f"steps {first} to {last}" if first < last else f"step {first}"
     click.echo(f"computing {what} of {escape_control(run)} again", err=True)
     result = audit_record(recorded, first, last, log)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with printing_text(as_json, result.plain):
         _print(result, what)
-    if as_json:
-        click.echo(json.dumps(result.plain()))
     sys.exit(0 if result.verdict == "same" else 1)
 
 
@@ -85,7 +81,7 @@ def _choose_steps(run: RecordedRun, steps: str | None) -> tuple[int, int]:
 
 def _print(result: RecordAudit, what: str) -> None:
     """Print the machines and the result."""
-    from lockstep.tools.report.terminal import print_table, wrap
+    from lockstep.tools.report.terminal import print_sentences, print_table
 
     columns = [{name: _cell(value) for name, value in side.items()} for side in result.machines]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
@@ -118,8 +114,7 @@ def _print(result: RecordAudit, what: str) -> None:
         sentences.append(f"Computed twice here, with {bits} bits: {why}")
     for finding in result.run.run.findings:
         sentences.append(f"The run itself recorded: {finding.get('message')}")
-    for sentence in sentences:
-        click.echo(escape_control("\n".join(wrap(f"{sentence}."))))
+    print_sentences(*(f"{sentence}." for sentence in sentences))
 
 
 def _cell(value: object) -> str:

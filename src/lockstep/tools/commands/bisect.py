@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
 from lockstep.kernel.errors import UsageError
-from lockstep.messages import JSON_HELP, escape_control, log
-from lockstep.tools.commands.report import find_run, runs_option
+from lockstep.messages import escape_control, log
+from lockstep.tools.commands.options import find_run, json_option, printing_text, runs_option
 
 if TYPE_CHECKING:
     from lockstep.tools.replay.bisection import Bisection
@@ -22,7 +21,7 @@ __all__ = ["command"]
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="A B")
 @runs_option
-@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@json_option
 def command(
     runs: tuple[str, ...],
     folder: str,
@@ -51,10 +50,8 @@ def command(
 
     a, b = map(read_recorded_run, places, runs)
     bisection = bisect_runs(a, b, log)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with printing_text(as_json, partial(bisection_json, bisection)):
         print_text(bisection)
-    if as_json:
-        click.echo(json.dumps(bisection_json(bisection)))
     sys.exit(0 if bisection.equal else 1)
 
 
@@ -66,15 +63,14 @@ def print_text(bisection: Bisection) -> None:
         list_sentences,
         suggest_commands,
     )
-    from lockstep.tools.report.terminal import print_table, wrap
+    from lockstep.tools.report.terminal import print_sentences, print_table
 
-    click.echo("\n".join(wrap(describe_divergence(bisection))))
+    print_sentences(describe_divergence(bisection))
     if rows := list_facts(bisection):
         click.echo()
         print_table(["", bisection.a.name, bisection.b.name], rows)
     click.echo()
-    for sentence in list_sentences(bisection):
-        click.echo("\n".join(wrap(sentence)))
+    print_sentences(*list_sentences(bisection))
     if lines := suggest_commands(bisection):
         click.echo("\nTo look further:")
         for line in lines:

@@ -30,7 +30,7 @@ LOCK_TIMEOUT = 3600.0  # seconds to wait for another build
 LOG = "build.log"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option(
     "--clean", is_flag=True, help="Remove all bindings from the cache instead of building one."
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from statistics import median
@@ -14,7 +12,8 @@ import click
 
 from lockstep.formatting import format_duration, format_quantity
 from lockstep.kernel.errors import UsageError
-from lockstep.messages import JSON_HELP, escape_control, log
+from lockstep.messages import log
+from lockstep.tools.commands.options import PASSING_ARGUMENTS, json_option, printing_text
 
 if TYPE_CHECKING:
     from lockstep.launcher.launch_config import LaunchConfig
@@ -25,9 +24,7 @@ __all__ = ["command"]
 COLUMNS = ("kill", "member", "rank", "step")
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-)
+@click.command(context_settings=PASSING_ARGUMENTS)
 @click.option(
     "-n", "--nprocs", default=4, show_default=True, type=click.IntRange(min=1),
     help="Number of ranks.",
@@ -41,7 +38,7 @@ COLUMNS = ("kill", "member", "rank", "step")
     help="Random seed of the kills: which rank, in which step, how far into it.",
 )  # fmt: skip
 @click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
-@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@json_option
 @click.argument("target", metavar="RECIPE_OR_SCRIPT")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -82,10 +79,8 @@ def command(
         result = disturb(_name_run(config, "chaos"), baseline, kills, seed, log)
     except Interrupted as interruption:
         sys.exit(interruption.exit_status)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with printing_text(as_json, result.plain):
         print_result(result)
-    if as_json:
-        click.echo(json.dumps(result.plain()))
     sys.exit(0 if result.is_passed else 1)
 
 
@@ -126,14 +121,13 @@ def _name_run(config: LaunchConfig, which: str) -> LaunchConfig:
 
 def print_result(result: ChaosResult) -> None:
     """Print a table of the kills and their cost, and the verdict."""
-    from lockstep.tools.report.terminal import print_table, wrap
+    from lockstep.tools.report.terminal import print_sentences, print_table
 
     kills = enumerate(result.kills, 1)
     rows = [(number, kill.member, kill.rank, kill.step) for number, kill in kills]
     print_table(COLUMNS, [tuple(map(str, row)) for row in rows])
     click.echo()
-    for sentence in describe_result(result):
-        click.echo("\n".join(wrap(escape_control(sentence))))
+    print_sentences(*describe_result(result))
 
 
 def describe_result(result: ChaosResult) -> list[str]:

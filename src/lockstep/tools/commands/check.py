@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.messages import JSON_HELP, escape_control
+from lockstep.messages import escape_control
 from lockstep.tools.check.difference import LayoutDifference, describe_kind
+from lockstep.tools.commands.options import (
+    PASSING_ARGUMENTS,
+    json_option,
+    printing_text,
+    timeout_option,
+)
 
 if TYPE_CHECKING:
     from lockstep.tools.check.layout_comparison import LayoutComparison, LayoutVerdict
@@ -58,9 +62,7 @@ def parse_rank_counts(ctx: click.Context, param: click.Parameter, value: str) ->
     return tuple(sorted({int(word) for word in words}))
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-)
+@click.command(context_settings=PASSING_ARGUMENTS)
 @click.option(
     "--steps", default=5, show_default=True, type=click.IntRange(min=1),
     help="Steps per trainer, after which a run ends.",
@@ -69,17 +71,13 @@ def parse_rank_counts(ctx: click.Context, param: click.Parameter, value: str) ->
     "--ranks", default="1,2,3", show_default=True, metavar="N,N,...", callback=parse_rank_counts,
     help="Numbers of ranks without pipeline stages; the lowest is the reference.",
 )  # fmt: skip
-@click.option(
-    "--timeout", default=300.0, show_default=True,
-    type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-    help="Longest time per layout, in seconds.",
-)  # fmt: skip
+@timeout_option
 @click.option(
     "--portable", "names_unportable", is_flag=True,
     help="Also list operators that compute other bits on another processor, even with portable "
     "arithmetic.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@json_option
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -112,11 +110,9 @@ def command(
         from lockstep.tools.check.portability import find_unportable
 
         unportable = find_unportable(script, arguments, steps, timeout)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with printing_text(as_json, lambda: comparison.plain() | {"unportable": unportable}):
         _print(comparison, script, steps)
         _print_unportable(unportable, script)
-    if as_json:
-        click.echo(json.dumps(comparison.plain() | {"unportable": unportable}))
     sys.exit(0 if comparison.equal and not unportable else 1)
 
 
@@ -128,13 +124,12 @@ def _report(verdict: LayoutVerdict) -> None:
 
 def _print(comparison: LayoutComparison, script: str, steps: int) -> None:
     """Print the table and the explanations below it."""
-    from lockstep.tools.report.terminal import print_table, wrap
+    from lockstep.tools.report.terminal import print_sentences, print_table
 
     click.echo()
     print_table(COLUMNS, [_row(verdict) for verdict in comparison.verdicts], optional=("seconds",))
     click.echo()
-    for line in _explain(comparison, script, steps):
-        click.echo("\n".join(wrap(line)))
+    print_sentences(*_explain(comparison, script, steps))
     details = next(
         (verdict.run.details for verdict in comparison.verdicts if verdict.word == "failed"), ""
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
 from lockstep.kernel.errors import UsageError
-from lockstep.messages import JSON_HELP, escape_control
-from lockstep.tools.commands.report import find_run, runs_option
+from lockstep.messages import escape_control
+from lockstep.tools.commands.options import find_run, json_option, printing_text, runs_option
 
 if TYPE_CHECKING:
     from lockstep.tools.report.run_comparison import RunComparison
@@ -22,7 +20,7 @@ __all__ = ["command"]
 @click.command()
 @click.argument("runs", nargs=-1, required=True)
 @runs_option
-@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@json_option
 def command(
     runs: tuple[str, ...],
     folder: str,
@@ -40,22 +38,17 @@ def command(
     from lockstep.tools.report.run_comparison import compare_runs, comparison_json
 
     result = compare_runs([read_run(find_run(run, folder)) for run in runs])
-    if as_json:
-        with contextlib.redirect_stdout(sys.stderr):
-            print_text(result)
-        click.echo(json.dumps(comparison_json(result)))
-    else:
+    with printing_text(as_json, partial(comparison_json, result)):
         print_text(result)
 
 
 def print_text(result: RunComparison) -> None:
     """Print the comparison on the terminal."""
     from lockstep.tools.report.run_comparison import comparison_table
-    from lockstep.tools.report.terminal import print_table, wrap
+    from lockstep.tools.report.terminal import print_sentences, print_table
 
     for pair in result.pairs:
-        for sentence in pair.sentences:
-            click.echo("\n".join(wrap(sentence)))
+        print_sentences(*pair.sentences)
         click.echo()
     for run in result.runs:
         for remark in run.remarks:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 import click
 
 from lockstep.kernel.errors import UsageError
-from lockstep.messages import JSON_HELP
+from lockstep.tools.commands.options import json_option, printing_text
 from lockstep.tools.report.checks import CheckResult, Requirements
 
 __all__ = ["command"]
@@ -21,7 +21,7 @@ COLORS = {"good": "green", "note": "yellow", "bad": "red"}
 @click.command()
 @click.option("-n", "--nprocs", "ranks", default=2, show_default=True, help="Number of ranks.")
 @click.option("--threads", default=1, show_default=True, help="Threads per rank.")
-@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@json_option
 def command(
     ranks: int,
     threads: int,
@@ -35,27 +35,33 @@ def command(
     """
     if ranks < 1 or threads < 1:
         raise UsageError(f"doctor: --nprocs ({ranks}) and --threads ({threads}) must be at least 1")
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        results = print_results(Requirements(ranks, threads))
-    failed = any(one.verdict == "bad" for one in results)
-    if as_json:
-        click.echo(json.dumps({"ok": not failed, "findings": [asdict(one) for one in results]}))
-    if failed:
+    results: list[CheckResult] = []
+    with printing_text(as_json, partial(to_json, results)):
+        print_results(Requirements(ranks, threads), results)
+    if has_failed(results):
         raise SystemExit(1)
 
 
-def print_results(requirements: Requirements) -> list[CheckResult]:
-    """Print the result of each check and the conclusion, and return the results."""
+def to_json(results: Sequence[CheckResult]) -> dict[str, Any]:
+    """Return the object that `--json` prints."""
+    return {"ok": not has_failed(results), "findings": [asdict(one) for one in results]}
+
+
+def has_failed(results: Sequence[CheckResult]) -> bool:
+    """Return whether a run would fail."""
+    return any(one.verdict == "bad" for one in results)
+
+
+def print_results(requirements: Requirements, results: list[CheckResult]) -> None:
+    """Print the result of each check and the conclusion; add the results to `results`."""
     from lockstep.tools.report import doctor
 
-    results: list[CheckResult] = []
     for result in doctor.run_checks(requirements):
         results.append(result)
         print_result(result)
     num_failed = sum(one.verdict == "bad" for one in results)
     click.echo(f"\n{conclusion(num_failed)}\n\nTo report a problem, paste this:\n")
     click.echo(doctor.issue_block(results))
-    return results
 
 
 def print_result(one: CheckResult) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.formatting import format_bytes
-from lockstep.messages import JSON_HELP
+from lockstep.tools.commands.options import (
+    PASSING_ARGUMENTS,
+    json_option,
+    printing_text,
+    timeout_option,
+)
 
 if TYPE_CHECKING:
     from lockstep.tools.plan.memory_plan import StoragePlan
@@ -33,9 +36,7 @@ COMPUTED = (
 )
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-)
+@click.command(context_settings=PASSING_ARGUMENTS)
 @click.option(
     "--hosts", default=1, show_default=True, metavar="H", type=click.IntRange(min=1),
     help="Number of hosts.",
@@ -44,12 +45,8 @@ COMPUTED = (
     "--ranks", default=1, show_default=True, metavar="R", type=click.IntRange(min=1),
     help="Number of ranks on all hosts together.",
 )  # fmt: skip
-@click.option(
-    "--timeout", default=300.0, show_default=True,
-    type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-    help="Longest time of the measurement, in seconds.",
-)  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@timeout_option
+@json_option
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -81,22 +78,20 @@ def command(
     memory = psutil.virtual_memory().total
     plans = plan_storages(training, hosts, ranks)
     chosen = choose(plans, memory)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    result = {
+        "hosts": hosts,
+        "ranks": ranks,
+        "host_memory_bytes": memory,
+        "measured": asdict(training),
+        "storages": [_plain(plan, memory) for plan in plans],
+        "choice": chosen and chosen.argument,
+    }
+    with printing_text(as_json, lambda: result):
         _print(plans, chosen, memory)
         if training.is_computed:
             click.echo(COMPUTED)
         start = f"lockstep run -n {ranks // hosts}{f' --nnodes {hosts}' if hosts > 1 else ''}"
         click.echo(_advise(plans, chosen, memory, f"{start} {shlex.join([script, *arguments])}"))
-    if as_json:
-        result = {
-            "hosts": hosts,
-            "ranks": ranks,
-            "host_memory_bytes": memory,
-            "measured": asdict(training),
-            "storages": [_plain(plan, memory) for plan in plans],
-            "choice": chosen and chosen.argument,
-        }
-        click.echo(json.dumps(result))
     sys.exit(0 if chosen else 1)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,8 +10,8 @@ import click
 
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
-from lockstep.messages import JSON_HELP, escape_control, log
-from lockstep.tools.commands.report import find_run, runs_option
+from lockstep.messages import escape_control, log
+from lockstep.tools.commands.options import find_run, json_option, printing_text, runs_option
 
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
@@ -44,7 +42,7 @@ MOST_NAMED = 16  # the largest number of samples in a sentence
     help="Run the micro-batch under pdb, which stops where the model's forward begins.",
 )  # fmt: skip
 @runs_option
-@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@json_option
 def command(
     run: str,
     step: int,
@@ -98,10 +96,8 @@ def command(
     click.echo(f"replaying step {step} of {shown} on {ranks}, from {base}", err=True)
     replay = run_program(program, base, request)
     result = compare(request, recorded, replay)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with printing_text(as_json, result.plain):
         _print(result)
-    if as_json:
-        click.echo(json.dumps(result.plain()))
     sys.exit(0 if result.equal else 1)
 
 
@@ -133,7 +129,7 @@ def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, st
 
 def _print(result: ReplayComparison) -> None:
     """Print the result, and the last lines of a program that failed."""
-    from lockstep.tools.report.terminal import print_table, wrap
+    from lockstep.tools.report.terminal import print_sentences, print_table
 
     request, recorded, replay = result.request, result.recorded, result.replay
     what = f"step {request.first}"
@@ -163,8 +159,7 @@ def _print(result: ReplayComparison) -> None:
         more = ", ..." if len(samples) > MOST_NAMED else ""
         listed = ", ".join(map(str, samples[:MOST_NAMED]))
         sentences.append(f"Samples of the micro-batch: {listed}{more}")
-    for sentence in sentences:
-        click.echo(escape_control("\n".join(wrap(f"{sentence}."))))
+    print_sentences(*(f"{sentence}." for sentence in sentences))
     if replay.details and result.replayed is None and not recorded.failure:
         click.echo(f"\n{escape_control(replay.details)}", err=True)
 

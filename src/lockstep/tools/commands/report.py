@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 
 import click
 
 from lockstep.files import make_folder, open_for_write, replace_file
-from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError
 from lockstep.messages import escape_control, log
+from lockstep.tools.commands.options import find_run, runs_option
 
-__all__ = ["command", "find_run", "runs_option"]
-
-runs_option = click.option(
-    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
-)
-"""The option of a command that finds its runs in a folder, its argument `folder`."""
+__all__ = ["command"]
 
 
 @click.command()
@@ -43,18 +37,6 @@ def command(run: str, folder: str, output: str | None, opened: bool) -> None:
     path = save(report_html(recording).encode(), output, recording.folder / "report.html")
     if opened and path is not None:
         open_in_browser(path)
-
-
-def find_run(run: str, folder: str) -> Path:
-    """Return the folder or file of a run, given its path or name."""
-    from lockstep.launcher.run_folder import find_candidates
-
-    if candidates := find_candidates(run, Path(folder)):
-        return candidates[0]
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    if close := get_close_matches(run, names, 1):
-        raise UsageError(f"there is no run {run} in {folder}; did you mean {close[0]}?")
-    return Path(run)
 
 
 def save(content: bytes, output: str | None, default: Path) -> Path | None:

@@ -41,7 +41,6 @@ AUTO = "auto"  # the value of --resume that chooses the run by its command
     context_settings={
         "allow_interspersed_args": False,
         "auto_envvar_prefix": "PET",
-        "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda token: token.replace("_", "-"),  # torchrun has both
     }
 )

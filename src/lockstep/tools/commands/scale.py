@@ -20,7 +20,7 @@ TIMEOUT = 5.0  # seconds to wait until the launcher has read the request
 POLL = 0.02  # seconds between two checks
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("run")
 @click.argument("ranks", type=int)
 @click.option(

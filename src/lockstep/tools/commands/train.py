@@ -18,7 +18,8 @@ from lockstep.kernel.errors import FileError, LayoutError, UsageError
 from lockstep.launcher.environment import read_rank_info
 from lockstep.launcher.kernel_variables import PORTABLE, find_of_numpy, is_portable_requested
 from lockstep.launcher.rank_process import get_task
-from lockstep.messages import JSON_HELP, log
+from lockstep.messages import log
+from lockstep.tools.commands.options import json_option
 from lockstep.tools.commands.recorded_options import (
     open_resumed,
     recall_options,
@@ -88,12 +89,7 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
 @click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
 @click.option("--name", metavar="NAME", help="Name of the run.  [default: recipe, date and time]")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help=JSON_HELP,
-)
+@json_option
 def command(
     recipe: str | None,
     nprocs: int,

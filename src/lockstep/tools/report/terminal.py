@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lockstep.messages import escape_control
 
-__all__ = ["UNLIMITED", "print_table", "terminal_width", "wrap"]
+__all__ = ["UNLIMITED", "print_sentences", "print_table", "terminal_width", "wrap"]
 
 UNLIMITED = 10_000  # columns if the output is not a terminal
 GAP = 2  # characters between the columns of a table
@@ -38,6 +38,12 @@ def wrap(sentence: str, indent: str = "", first: str | None = None) -> list[str]
     first = indent if first is None else first
     sentence = escape_control(sentence)
     return textwrap.wrap(sentence, room, initial_indent=first, subsequent_indent=indent)
+
+
+def print_sentences(*sentences: str) -> None:
+    """Print sentences, each on lines of its own."""
+    for sentence in sentences:
+        print("\n".join(wrap(sentence)))
 
 
 def print_table(
