@@ -121,7 +121,7 @@ def _create(options: Any, _given: Any = None) -> Any:
     store = _open_store(options, ranks)
     hosts = find_hosts(store, options.group_rank, options.group_size, options.timeout)
     if hosts is not None and len({identity for identity, _ in hosts}) > 1:
-        from lockstep.comm.hosts.creation import create_across_hosts
+        from lockstep.comm.hosts.process_group import create_across_hosts
 
         return create_across_hosts(
             store, options.group_rank, hosts, options.timeout, options.group_id, ranks

@@ -7,7 +7,7 @@ import os
 import pytest
 
 import warm
-from lockstep.comm.transport.secret import SECRET, SECRET_FILE, make_secret, read_secret
+from lockstep.comm.transport.secret import SECRET, make_secret
 from lockstep.kernel.errors import FileError, RendezvousError, UsageError
 from lockstep.launcher import rendezvous
 from lockstep.launcher.environment import RankInfo
@@ -18,15 +18,13 @@ PATIENCE = 60.0
 
 
 def test_without_a_file_or_variable_there_is_no_secret():
-    assert read_secret({}) is None
     assert make_secret(None, 0, {}) is None
 
 
 def test_the_file_comes_before_the_variable(tmp_path):
     path = tmp_path / "run.secret"
     secret = make_secret(str(path), 0, {})
-    assert read_secret({SECRET: TEXT}) == bytes.fromhex(TEXT)
-    assert read_secret({SECRET: TEXT, SECRET_FILE: str(path)}) == secret
+    assert make_secret(None, 0, {SECRET: TEXT}) == bytes.fromhex(TEXT)
     assert make_secret(str(path), 1, {SECRET: TEXT}) == secret
 
 
@@ -36,12 +34,12 @@ def test_only_host_0_creates_the_file(tmp_path):
         make_secret(str(path), 1, {})
     assert not path.exists()
     with pytest.raises(FileError, match="the secret of a run cannot be read"):
-        read_secret({SECRET_FILE: str(path)})
+        make_secret(str(tmp_path), 1, {})
 
 
 def test_a_variable_without_a_secret():
     with pytest.raises(UsageError, match="LOCKSTEP_SECRET contains no secret of a run: 64 hexa"):
-        read_secret({SECRET: "a password"})
+        make_secret(None, 0, {SECRET: "a password"})
 
 
 def test_a_launch_on_one_host_ignores_the_secret(tmp_path):

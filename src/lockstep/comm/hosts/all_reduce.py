@@ -21,8 +21,7 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions
 
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, round_up
-from lockstep.comm.hosts.failure_cause import ANSWER_TIMEOUT
-from lockstep.comm.hosts.group import HostGroup
+from lockstep.comm.hosts.group import ANSWER_TIMEOUT, HostGroup
 from lockstep.comm.hosts.map import find_host_nodes
 from lockstep.comm.hosts.process_group import HostWork
 from lockstep.comm.native_all_reduce import NativeAllReduce

@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,15 +23,16 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.hosts.connections import close_connections
-from lockstep.comm.hosts.failure_cause import FailureCause
 from lockstep.comm.hosts.map import HostMap
 
-__all__ = ["GLOO_MARGIN", "GroupError", "HostGroup"]
+__all__ = ["ANSWER_TIMEOUT", "GLOO_MARGIN", "GroupError", "HostGroup"]
 
 GLOO_MARGIN = timedelta(seconds=1)
 """The time by which Gloo waits longer than a rank, which can then write the cause before the
 connections are closed."""
 
+CAUSE = "lockstep/cause"  # the key of the cause in the store of the group
+ANSWER_TIMEOUT = 1.0  # seconds; the store may be on a host that has vanished
 PROBE_TAG = (1 << 31) - 2  # of a message that nobody receives
 
 _open: weakref.WeakSet[HostGroup] = weakref.WeakSet()  # whose connections are not closed yet
@@ -236,3 +237,43 @@ class HostGroup:
         self.failure = self.failure or f"{self.describe(self.rank)} has left the group"
         close_connections(self.gloo)
         self.local.shutdown()
+
+
+class FailureCause:
+    """The cause of a failure that the first rank has written.
+
+    Args:
+        store: The store of the group.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._is_written = False
+        self._asking = threading.Thread()
+
+    def agree(self, reason: str) -> str:
+        """Return the cause that another rank has written, or else write this reason."""
+        causes = [reason]
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                causes.append(self._store.compare_set(CAUSE, "", reason).decode() or reason)
+
+        self._start(ask).join(ANSWER_TIMEOUT)
+        return causes[-1]
+
+    def is_written(self) -> bool:
+        """Return whether the store had a cause when it was last asked; ask again."""
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                self._is_written = self._store.check([CAUSE])
+
+        if not self._asking.is_alive():
+            self._asking = self._start(ask)
+        return self._is_written
+
+    def _start(self, ask: Any) -> threading.Thread:
+        thread = threading.Thread(target=ask, name="lockstep-cause", daemon=True)
+        thread.start()
+        return thread

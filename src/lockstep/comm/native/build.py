@@ -40,8 +40,20 @@ STEP = re.compile(r"\[(\d+)/(\d+)\] ")  # ninja prints this and the command when
 TIMEOUT = 3600.0  # seconds for all of it; a loaded machine needs minutes
 
 
+INSTALL_COMPILER = "install g++ (Debian, Ubuntu: apt install g++), or set CXX to a C++20 compiler"
+
+
 class CompilationError(Exception):
-    """The extension could not be compiled; the message is one sentence without advice."""
+    """The extension could not be compiled.
+
+    Args:
+        reason: Why, as one sentence; the message of the error.
+        advice: What the user can do about it.
+    """
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
 def build_binding(
@@ -130,7 +142,9 @@ def compile_extension(folder: Path, log: Path, show_progress: Callable[[int, int
             process.stdout.read()  # until ninja and the compilers have ended
         output.seek(0)
         if status or not (folder / MODULE).exists():
-            raise CompilationError(f"{compiler[0]}: {_find_error(output.read(), status)}")
+            reason = f"{compiler[0]}: {_find_error(output.read(), status)}"
+            advice = "the compiler must know C++20; set CXX to use another one"
+            raise CompilationError(reason, advice)
 
 
 def _write_unit(folder: Path) -> str:
@@ -154,12 +168,13 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, ...
     requested = shlex.split(environment.get("CXX", ""))
     if requested:
         if shutil.which(requested[0], path=environment.get("PATH")) is None:
-            raise CompilationError(f"the compiler {requested[0]} (from CXX) was not found")
+            reason = f"the compiler {requested[0]} (from CXX) was not found"
+            raise CompilationError(reason, INSTALL_COMPILER)
         return tuple(requested)
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name, path=environment.get("PATH")) is not None:
             return (name,)
-    raise CompilationError("there is no C++ compiler")
+    raise CompilationError("there is no C++ compiler", INSTALL_COMPILER)
 
 
 def find_requirements() -> tuple[str, ...]:
@@ -170,11 +185,14 @@ def find_requirements() -> tuple[str, ...]:
     """
     compiler, include = find_compiler(), sysconfig.get_path("include")
     if not list_sources(CSRC, ".cpp"):
-        raise CompilationError(f"the C++ sources are missing in {CSRC}")
+        raise CompilationError(f"the C++ sources are missing in {CSRC}", "reinstall torch-lockstep")
     if not Path(include, "Python.h").is_file():
-        raise CompilationError(f"the headers of Python are missing (no Python.h in {include})")
+        reason = f"the headers of Python are missing (no Python.h in {include})"
+        advice = "install Python's headers (Debian, Ubuntu: apt install python3-dev)"
+        raise CompilationError(reason, advice)
     if shutil.which("ninja", path=_search_path()) is None:
-        raise CompilationError("there is no ninja (pip install ninja)")
+        advice = "install it (it is a dependency of torch-lockstep)"
+        raise CompilationError("there is no ninja (pip install ninja)", advice)
     return compiler
 
 

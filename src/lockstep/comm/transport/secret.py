@@ -37,7 +37,6 @@ __all__ = [
     "make_key",
     "make_secret",
     "read_key",
-    "read_secret",
     "read_secret_file",
     "warn_without_secret",
 ]
@@ -97,22 +96,10 @@ def parse_secret(text: str, source: str, noun: str) -> bytes:
 # --- the secret of a run -------------------------------------------------------------------
 
 
-def read_secret(environ: Mapping[str, str]) -> bytes | None:
-    """Return the secret that `environ` names; None if there is none.
-
-    Raises:
-        FileError: The file cannot be read.
-        UsageError: Other users can read the file, or the file or variable contains no secret.
-    """
-    if file := environ.get(SECRET_FILE):
-        return read_secret_file(Path(file), RUN_SECRET)
-    if text := environ.get(SECRET):
-        return parse_secret(text, SECRET, RUN_SECRET)
-    return None
-
-
 def make_secret(file: str | None, node_rank: int, environ: Mapping[str, str]) -> bytes | None:
-    """Return the secret in `file`, which host 0 creates; without a file that of `environ`.
+    """Return the secret in `file`, which host 0 creates.
+
+    Without a file, return that of the variable LOCKSTEP_SECRET; None if there is none.
 
     Raises:
         FileError: The file cannot be read or written.
@@ -120,7 +107,8 @@ def make_secret(file: str | None, node_rank: int, environ: Mapping[str, str]) ->
             secret.
     """
     if file is None:
-        return read_secret(environ)
+        text = environ.get(SECRET)
+        return parse_secret(text, SECRET, RUN_SECRET) if text else None
     path = Path(file)
     if node_rank == 0:
         return create_secret_file(path, RUN_SECRET)

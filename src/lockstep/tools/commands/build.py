@@ -125,24 +125,12 @@ def _compile(cache: Path, abi: ExtensionABI, verbose: bool) -> Path:
         if verbose and log_file.exists():
             click.echo(log_file.read_text(errors="replace"), err=True)
         what = f" (all output: {log_file})" if log_file.exists() else ""
-        raise WorkError(f"build: {error}{what}: {_advise(str(error))}") from None
+        raise WorkError(f"build: {error}{what}: {error.advice}") from None
     except SelfTestError as error:
         raise WorkError(
             f"build: the new binding does not work ({error}), so it is not used: set CXX to "
             f"another compiler, or report it with {log_file}"
         ) from None
-
-
-def _advise(error: str) -> str:
-    if "no C++ compiler" in error or "CXX" in error:
-        return "install g++ (Debian, Ubuntu: apt install g++), or set CXX to a C++20 compiler"
-    if "Python.h" in error:
-        return "install Python's headers (Debian, Ubuntu: apt install python3-dev)"
-    if "ninja" in error:
-        return "install it (it is a dependency of torch-lockstep)"
-    if "are missing" in error:
-        return "reinstall the package that they belong to"
-    return "the compiler must know C++20; set CXX to use another one"
 
 
 def _show_progress(done: int, total: int) -> None:
