@@ -19,8 +19,7 @@ from lockstep.kernel.errors import LostError, StoppedError
 from lockstep.kernel.seeds import isolated
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.evaluation import EvaluationTask, evaluation_mode
-from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
-from lockstep.pipeline.boundary import unflatten
+from lockstep.pipeline.aliasing import SentTensors
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.p2p import RngState
 from lockstep.pipeline.partition import Placement
@@ -53,7 +52,8 @@ class PipelineEvaluator:
         self._parallel = pipeline.parallel
         self._blocks = {s: placement.partition.select_blocks(model, s) for s in pipeline.stages}
         self._scopes = {s: placement.make_scopes(model, s, seed) for s in pipeline.stages}
-        self._buffers = {s: Buffers(self._get_modules(s)) for s in pipeline.stages}
+        modules = {s: pipeline.add_loss(s, blocks) for s, blocks in self._blocks.items()}
+        self._buffers = {s: Buffers(modules[s]) for s in pipeline.stages}
         self._sent: list[tuple[str, SentTensors]] = []
         self._where = f"rank {self._parallel.rank}, an evaluation"
 
@@ -78,10 +78,6 @@ class PipelineEvaluator:
             if failed is not None and not isinstance(failed, StoppedError):
                 raise failed from None
             raise
-
-    def _get_modules(self, stage: int) -> dict[str, nn.Module]:
-        last = stage == self._pipeline.last
-        return self._blocks[stage] | (self._parallel.loss_module() if last else {})
 
     def _run(self, batches: Iterable[Batch]) -> None:
         with ExitStack() as stack:
@@ -119,9 +115,8 @@ class PipelineEvaluator:
         if links.inputs is None:
             given = make_first_input(microbatch, parallel, where)
         else:
-            structure, tensors = links.inputs.receive(EVALUATION + number, index, more)
-            received = ReceivedTensors.from_structure(structure, tensors)
-            given = StageInput(unflatten(structure, tensors), received, links.inputs.rng_state)
+            message = links.inputs.receive(EVALUATION + number, index, more)
+            given = StageInput.from_message(*message, links.inputs.rng_state)
         scopes, inspector = self._scopes[stage], self._pipeline.stages[stage].inspector
         scopes.begin_microbatch(-1 - number, index, given.rng_state.last_call)
         with self._buffers[stage].preserve(), parallel.autocast():

@@ -189,13 +189,10 @@ class Partitioner:
         """Return the plan if no data is needed for it; `model` is the model, once it is built."""
         if self.balance is None or not self.is_chain:
             return None
-        partition = Partition(self.block_names, tuple(make_ranges(self.balance)))
         composition = None
         if model is not None and self.parallel.rank == 0:
             composition = Composition(model, self.block_names, None, self.parallel.device)
-        return StagePlan(
-            partition, self.schedule or DEFAULT_SCHEDULE, self._stages_per_rank, composition
-        )
+        return self._plan_balance(self.balance, composition)
 
     def find_local_blocks(self) -> list[int]:
         """Return the numbers of this rank's blocks; all of them if the plan needs data."""
@@ -215,32 +212,32 @@ class Partitioner:
         Raises:
             LayoutError: On every rank, if the blocks do not make up the model.
         """
-        planned: dict[str, Any] = {}
+        own: StagePlan | None = None
         failure: Exception | None = None
+        message: dict[str, Any] = {}
         if self.parallel.rank == 0:
             try:
-                planned = self._plan_on_rank_0(model, microbatch)
+                own = self._plan_on_rank_0(model, microbatch)
+                message = {"schedule": own.schedule, "stages_per_rank": own.stages_per_rank}
+                message["sizes"] = [len(span) for span in own.partition.ranges]
             except Exception as error:  # any error: the other ranks wait for the result
                 failure = error
                 is_clear = isinstance(error, LayoutError)
                 said = f"{error}" if is_clear else f"rank 0 could not measure the blocks: {error}"
-                planned = {"failure": said}
-        composition = planned.pop("composition", None)
-        messages = all_gather_bytes(
-            json.dumps(planned).encode(),
-            "partitioning the model into stages",
-            self.parallel.group,
-        )
+                message = {"failure": said}
+        about = "partitioning the model into stages"
+        messages = all_gather_bytes(json.dumps(message).encode(), about, self.parallel.group)
         if failure is not None:
             raise failure
-        planned = json.loads(messages[0])
-        if "failure" in planned:
-            raise LayoutError(planned["failure"])
-        ranges = tuple(range(lo, hi) for lo, hi in planned["ranges"])
-        partition = Partition(self.block_names, ranges)
-        return StagePlan(partition, planned["schedule"], planned["stages_per_rank"], composition)
+        if own is not None:
+            return own
+        message = json.loads(messages[0])
+        if "failure" in message:
+            raise LayoutError(message["failure"])
+        partition = Partition(self.block_names, tuple(make_ranges(message["sizes"])))
+        return StagePlan(partition, message["schedule"], message["stages_per_rank"])
 
-    def _plan_on_rank_0(self, model: nn.Module, microbatch: Microbatch | None) -> dict[str, Any]:
+    def _plan_on_rank_0(self, model: nn.Module, microbatch: Microbatch | None) -> StagePlan:
         assert microbatch is not None
         parallel = self.parallel
         data = parallel.move_to_device(microbatch.data)
@@ -252,12 +249,7 @@ class Partitioner:
         with isolated(parallel.device, everything=True), parallel.autocast():
             composition.check(data)
         if self.balance is not None:
-            return {
-                "composition": composition,
-                "ranges": [(span.start, span.stop) for span in make_ranges(self.balance)],
-                "schedule": self.schedule or DEFAULT_SCHEDULE,
-                "stages_per_rank": self._stages_per_rank,
-            }
+            return self._plan_balance(self.balance, composition)
         report = partial(print, file=sys.stderr)
         begun = time.perf_counter()
         costs = profile_blocks(blocks, data, parallel, report, microbatch.size)
@@ -271,9 +263,11 @@ class Partitioner:
             f"measured {len(blocks)} blocks in {time.perf_counter() - begun:.1f} s: "
             f"{', '.join(counts)} and {last} blocks per stage, schedule {plan.name}"
         )
-        return {
-            "composition": composition,
-            "ranges": [(span.start, span.stop) for span in plan.ranges],
-            "schedule": plan.name,
-            "stages_per_rank": plan.stages_per_rank,
-        }
+        partition = Partition(self.block_names, plan.ranges)
+        return StagePlan(partition, plan.name, plan.stages_per_rank, composition)
+
+    def _plan_balance(self, balance: Sequence[int], composition: Composition | None) -> StagePlan:
+        """Return the stages with these numbers of blocks."""
+        partition = Partition(self.block_names, tuple(make_ranges(balance)))
+        schedule = self.schedule or DEFAULT_SCHEDULE
+        return StagePlan(partition, schedule, self._stages_per_rank, composition)

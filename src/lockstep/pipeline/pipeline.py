@@ -134,10 +134,12 @@ class Pipeline:
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules that this rank calls in a step, by their names in messages."""
-        blocks = {
-            name: block for stage in self.stages.values() for name, block in stage.blocks.items()
-        }
-        return blocks | (self.parallel.loss_module() if self.last in self.stages else {})
+        parts = (self.add_loss(stage.number, stage.blocks) for stage in self.stages.values())
+        return {name: module for part in parts for name, module in part.items()}
+
+    def add_loss(self, stage: int, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """Return the blocks of a stage, and the loss if it is the last one."""
+        return {**blocks, **(self.parallel.loss_module() if stage == self.last else {})}
 
     def find_views(self, released: Mapping[str, torch.Tensor]) -> None:
         """Set `failure` if a block or the loss refers to the memory of a tensor of another rank."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,7 @@ def profile_blocks(
     begun = time.perf_counter()
     report(f"measuring {len(blocks)} blocks with one micro-batch, once, to balance the stages")
     checkpointing = parallel.make_checkpointing(blocks).enable(buffers)
-    modes = _freeze_batch_norm(blocks.values()) if samples == 1 else nullcontext()
+    modes = _freeze_batch_norm(blocks.values(), samples)
     with isolated(parallel.device, everything=True), buffers.preserve(), checkpointing, modes:
         for number in range(PASSES):
             if number > 1 and time.perf_counter() - begun > TIME_LIMIT:
@@ -178,7 +178,7 @@ def record_outputs(
         LayoutError: A block cannot be called with the output of the previous one.
     """
     outputs: list[Any] = []
-    modes = _freeze_batch_norm(blocks.values()) if samples == 1 else nullcontext()
+    modes = _freeze_batch_norm(blocks.values(), samples)
     with isolated(parallel.device, everything=True), Buffers(dict(blocks)).preserve(), modes:
         value = _copy_data(data)
         for number, (name, block) in enumerate(blocks.items()):
@@ -193,9 +193,9 @@ def _copy_data(data: Any) -> Any:
 
 
 @contextmanager
-def _freeze_batch_norm(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Make batch norm use its running statistics in the body, which also work for one sample."""
-    parts = [part for module in modules for part in module.modules()]
+def _freeze_batch_norm(modules: Iterable[nn.Module], samples: int) -> Iterator[None]:
+    """Make batch norm use its running statistics in the body if there is only one sample."""
+    parts = [part for module in modules for part in module.modules() if samples == 1]
     changed = [part for part in parts if isinstance(part, _BatchNorm) and part.training]
     for norm in changed:
         norm.training = False

@@ -21,7 +21,6 @@ from lockstep.kernel.step_context import ComputedMicrobatch, StepContext, StepFa
 from lockstep.model.forward import Metric, compute_results
 from lockstep.model.loss_root import record_loss, scale_loss
 from lockstep.model.loss_shares import start_batch
-from lockstep.pipeline.aliasing import ReceivedTensors
 from lockstep.pipeline.boundary import flatten, unflatten
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.p2p import Receiver, RngState
@@ -56,7 +55,7 @@ class ScheduleExecutor:
         stages = list(self.pipeline.stages.values())
         with ExitStack() as stack:
             for stage in stages:
-                stage.begin(StageBuffers(self._get_modules(stage)))
+                stage.begin(StageBuffers(self.pipeline.add_loss(stage.number, stage.blocks)))
                 stack.enter_context(stage.checkpointing.enable(stage.buffers))
                 stack.enter_context(stage.scopes.install_hooks())
             stack.enter_context(isolated(self._parallel.device, everything=True))
@@ -103,12 +102,6 @@ class ScheduleExecutor:
 
     # --- before the first action and after the last -------------------------------------------
 
-    def _get_modules(self, stage: Stage) -> dict[str, Any]:
-        modules = dict(stage.blocks)
-        if stage.number == self.pipeline.last:
-            modules |= self._parallel.loss_module()
-        return modules
-
     def _prepare(self, batch: Any) -> None:
         batch = start_batch(self.step, batch, self._parallel.count_ignored)
         for stage in self.pipeline.stages.values():
@@ -152,12 +145,8 @@ class ScheduleExecutor:
             more = position + 1 < len(self._microbatches_here)
             structure, tensors = self._receive(links.inputs, index, more)
             graph_input = GraphInput(tensors, [meta.requires_grad for meta in links.inputs.metas])
-            received = ReceivedTensors.from_structure(structure, graph_input.tensors)
-            given = StageInput(
-                unflatten(structure, graph_input.tensors),
-                received,
-                links.inputs.rng_state,
-                graph_input,
+            given = StageInput.from_message(
+                structure, graph_input.tensors, links.inputs.rng_state, graph_input
             )
         loss = self._make_loss(stage, microbatch, where) if links.outputs is None else None
         for observer in self.step.observers:

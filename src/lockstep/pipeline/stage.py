@@ -33,7 +33,7 @@ from lockstep.model.generator_states import set_state_of_torch, state_of_torch
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import BeginCall, EndCall
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
-from lockstep.pipeline.boundary import Structure
+from lockstep.pipeline.boundary import Structure, unflatten
 from lockstep.pipeline.inspection import BlockInspector
 from lockstep.pipeline.p2p import INITIAL_RNG_STATE, RngState
 from lockstep.pipeline.python_state import Assigned, PythonState
@@ -64,6 +64,18 @@ class StageInput:
     received: ReceivedTensors
     rng_state: RngState = INITIAL_RNG_STATE
     graph_input: GraphInput | None = None
+
+    @classmethod
+    def from_message(
+        cls,
+        structure: Structure,
+        tensors: Sequence[torch.Tensor],
+        rng_state: RngState,
+        graph_input: GraphInput | None = None,
+    ) -> StageInput:
+        """Return the input that the previous stage has sent."""
+        received = ReceivedTensors.from_structure(structure, tensors)
+        return cls(unflatten(structure, tensors), received, rng_state, graph_input)
 
 
 def make_first_input(microbatch: Microbatch, parallel: ParallelContext, where: str) -> StageInput:
