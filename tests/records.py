@@ -3,7 +3,7 @@
 import json
 import math
 
-from lockstep.record.format import RECORD_FILE
+from lockstep.launcher.run_folder import RECORD_FILE
 
 HEADER = {
     "kind": "run",

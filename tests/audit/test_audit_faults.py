@@ -18,7 +18,7 @@ import lockstep as ls
 from lockstep.audit.audit_plan import plan_audit
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.kernel.errors import WorkError
-from lockstep.record.format import RECORD_FILE
+from lockstep.launcher.run_folder import RECORD_FILE
 
 RANKS, MICROBATCHES = 3, 4
 SHARDED = 4

@@ -36,18 +36,6 @@ def test_places_count_the_ranks_of_each_host(hosts):
         assert {coordinates.local_world_size for coordinates in own} == {size}
 
 
-def test_variables_have_the_names_of_torchrun():
-    assert find_coordinates([0, 0, 1])[2].variables() == {
-        "RANK": "2",
-        "LOCAL_RANK": "0",
-        "GROUP_RANK": "1",
-        "ROLE_RANK": "2",
-        "WORLD_SIZE": "3",
-        "LOCAL_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": "3",
-    }
-
-
 @given(
     hosts=st.lists(st.integers(0, 3), min_size=1, max_size=10),
     first=st.integers(1, 10),

@@ -217,7 +217,8 @@ def test_the_command_of_a_rank_is_that_of_its_launcher(tmp_path):
 
 
 def test_run_folders_of_one_minute_have_different_names(tmp_path: Path) -> None:
-    folders = [create_run_folder(tmp_path / "runs", "digits") for _ in range(4)]
+    name = run_folder.name_run("digits")
+    folders = [create_run_folder(tmp_path / "runs", name) for _ in range(4)]
     assert len(set(folders)) == 4
     assert all(each.is_dir() and each.name.startswith("digits-20") for each in folders)
     Recorder(folders[0]).close()

@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.record.columns import parse_steps
-from lockstep.record.format import TIME_CATEGORIES
+from lockstep.record.columns import TIME_CATEGORIES, parse_steps
 
 JSON = st.sampled_from(
     [

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from lockstep.kernel.errors import FileError, UsageError
+from lockstep.launcher.run_folder import RECORD_FILE
 from lockstep.record import reader
-from lockstep.record.format import RECORD_FILE, TIME_CATEGORIES
+from lockstep.record.columns import TIME_CATEGORIES
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
 

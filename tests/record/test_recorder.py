@@ -15,8 +15,8 @@ import torch
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher import world
 from lockstep.launcher.launch import launch_in_this_process
+from lockstep.launcher.run_folder import RECORD_FILE, RECORD_VERSION
 from lockstep.record import recorder as recorder_module
-from lockstep.record.format import RECORD_FILE, RECORD_VERSION
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_environment import describe_environment

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import records
-from lockstep.record.format import RECORD_FILE
+from lockstep.launcher.run_folder import RECORD_FILE
 from lockstep.record.logged_value import describe_value
 from lockstep.record.reader import read_run
 from lockstep.tools.report.breakdown import peak_memory, resume_table, time_by_rank

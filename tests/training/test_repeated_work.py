@@ -7,7 +7,7 @@ import pytest
 
 import records
 from lockstep.elastic.restart_source import RestartSource
-from lockstep.record.format import RECORD_FILE
+from lockstep.launcher.run_folder import RECORD_FILE
 from lockstep.training.repeated_work import (
     count_repeated_steps,
     count_work,

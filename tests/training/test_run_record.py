@@ -10,11 +10,11 @@ from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import (
     CHECKPOINTS,
+    RECORD_FILE,
     find_linked_runs,
     locate_renamed,
     remove_old_name,
 )
-from lockstep.record.format import RECORD_FILE
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
 from lockstep.tools.commands.runs import list_runs

@@ -38,14 +38,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.elastic.current_round import CurrentRound
 from lockstep.elastic.host_plan import order_by_host
 from lockstep.elastic.member_exits import SETTLE, MemberExits
 from lockstep.elastic.member_starter import MemberStarter, StartMember
 from lockstep.elastic.newcomers import Newcomers
-from lockstep.elastic.restart_source import StateFolder
-from lockstep.elastic.restarts import MAX_FRUITLESS, Restarts
+from lockstep.elastic.restarts import MAX_FRUITLESS, Restarts, StateFolder, StateTransfer
 from lockstep.elastic.round_plan import (
     Continue,
     Plan,
@@ -56,10 +56,8 @@ from lockstep.elastic.round_plan import (
     plan_round,
 )
 from lockstep.elastic.scale_request import take_request
-from lockstep.elastic.state_transfer import StateTransfer
 from lockstep.formatting import format_numbered, format_quantity
 from lockstep.kernel.errors import RankError, UsageError
-from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import RankEnvironment
 from lockstep.launcher.fork_server import check_open_files
 from lockstep.launcher.run_folder import RESUME
@@ -177,7 +175,7 @@ class ElasticCoordinator:
     def _reachable(self) -> int:
         return self._starter.count_reachable(self._wanted)
 
-    def _on_report(self, member: int, message: Message) -> bool:
+    def _on_report(self, member: int, message: dict[str, Any]) -> bool:
         match message["kind"]:
             case "waiting":  # for ranks of a world; the supervisor knows members
                 members = [m for rank, m in enumerate(self.members) if rank in message["ranks"]]

@@ -17,7 +17,6 @@ from lockstep.comm.transport.secret import SECRET_SIZE, make_secret, warn_withou
 from lockstep.elastic.coordinator import ElasticCoordinator
 from lockstep.elastic.host_agent import HostAgent
 from lockstep.elastic.host_connection import PURPOSE
-from lockstep.elastic.host_plan import RankCoordinates
 from lockstep.elastic.host_supervisor import HostSupervisor
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.failure_attribution import STOPPED
@@ -27,7 +26,6 @@ from lockstep.launcher.launch_script import (
     Interrupted,
     RunFolder,
     launch_script,
-    make_hang_policy,
     open_store,
     open_supervisor,
     start_rank,
@@ -94,12 +92,12 @@ def _start(
     is_on_hosts = config.nnodes > 1
     ranks = _open_hosts(config, folder) if is_on_hosts else open_supervisor(config, range(0))
 
-    def start_member(member: int, coordinates: RankCoordinates, variables: dict[str, str]) -> None:
+    def start_member(member: int, host: int, local_rank: int, variables: dict[str, str]) -> None:
         variables = {**folder.variables(), **variables}
-        if isinstance(ranks, HostSupervisor) and coordinates.host > 0:
-            ranks.start_remote(coordinates.host, member, coordinates.local_rank, variables)
+        if isinstance(ranks, HostSupervisor) and host > 0:
+            ranks.start_remote(host, member, local_rank, variables)
         else:
-            start_rank(config, folder, ranks, member, coordinates.local_rank, variables)
+            start_rank(config, folder, ranks, member, local_rank, variables)
 
     with terminating(ranks):
         # Agents connect at the port of the options, and members get that of the store from them.
@@ -126,7 +124,7 @@ def _open_hosts(config: LaunchConfig, folder: RunFolder) -> HostSupervisor:
     listening = listen(config.master_addr, config.master_port, is_single_host=False)
     return HostSupervisor(
         get_fork_server().open_launch(),
-        make_hang_policy(config),
+        config.hang_policy,
         MessageListener(listening, _find_secret(config), PURPOSE, log),
         nnodes=config.nnodes,
         silence=config.host_timeout,
@@ -145,7 +143,7 @@ def _start_agent(config: LaunchConfig, folder: RunFolder) -> HostAgent:
     }
     agent = HostAgent(
         get_fork_server().open_launch(),
-        make_hang_policy(config),
+        config.hang_policy,
         hello,
         config.master_addr,
         config.master_port,

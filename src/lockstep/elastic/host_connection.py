@@ -28,11 +28,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from lockstep.comm.transport.message_codec import ForgedMessage
 from lockstep.comm.transport.message_connection import MessageConnection
 from lockstep.kernel.errors import LockstepError
-from lockstep.launcher.channel import Message
 
 __all__ = ["PURPOSE", "ConnectionLost", "HostConnection", "reading"]
 
@@ -75,7 +75,7 @@ class HostConnection:
         """Return the descriptor of the socket, for a selector."""
         return self._connection.fileno()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Send one message; it is small, so this waits only where the other end reads nothing."""
         try:
             self._connection.send(message, timeout=self.silence)
@@ -85,9 +85,9 @@ class HostConnection:
             raise ConnectionLost(_describe(error)) from None
         self._sent = time.monotonic()
 
-    def receive(self, timeout: float = 0.0) -> list[Message]:
+    def receive(self, timeout: float = 0.0) -> list[dict[str, Any]]:
         """Wait for a message, and return all that have arrived, without heartbeats."""
-        messages: list[Message] = []
+        messages: list[dict[str, Any]] = []
         while True:
             try:
                 message = self._connection.receive(timeout)

@@ -40,19 +40,6 @@ class RankCoordinates:
     local_rank: int
     local_world_size: int
 
-    def variables(self) -> dict[str, str]:
-        """Return the variables of a process at this place, with the names of torchrun."""
-        numbers = {
-            "RANK": self.rank,
-            "LOCAL_RANK": self.local_rank,
-            "GROUP_RANK": self.host,
-            "ROLE_RANK": self.rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_WORLD_SIZE": self.local_world_size,
-            "ROLE_WORLD_SIZE": self.world_size,
-        }
-        return {name: str(number) for name, number in numbers.items()}
-
 
 def share_ranks(wanted: int, hosts: int) -> list[int]:
     """Return how many of `wanted` ranks each host gets; the first ones get one more."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import queue
 import threading
+from typing import Any
 
-from lockstep.launcher.channel import Message
 from lockstep.launcher.rank_process import receive_from_launcher
 from lockstep.launcher.world import close_connections
 
@@ -29,12 +29,12 @@ class LauncherInbox:
 
     def __init__(self) -> None:
         self.lost_round = -1
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._current = -1
         threading.Thread(target=self._receive, name="lockstep-inbox", daemon=True).start()
 
-    def receive(self, timeout: float | None) -> tuple[Message, list[int]] | None:
+    def receive(self, timeout: float | None) -> tuple[dict[str, Any], list[int]] | None:
         """As `receive_from_launcher`, without the messages "lost"."""
         try:
             return self._messages.get(timeout is None or timeout > 0, timeout), []

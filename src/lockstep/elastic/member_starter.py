@@ -17,8 +17,8 @@ from lockstep.launcher.supervisor import RankSupervisor
 
 __all__ = ["MemberStarter", "StartMember"]
 
-StartMember = Callable[[int, RankCoordinates, dict[str, str]], None]
-"""Starts a process: its number as a member, its place, and variables for its environment."""
+StartMember = Callable[[int, int, int, dict[str, str]], None]
+"""Starts a process: its number as a member, its host, its local rank, and its variables."""
 
 
 class MemberStarter:
@@ -117,6 +117,10 @@ class MemberStarter:
     ) -> int:
         member, self._next = self._next, self._next + 1
         own = {ELASTIC: "1", MEMBER: str(member), "TORCHELASTIC_RESTART_COUNT": str(number)}
-        of_rank = {**environment.variables(0), **coordinates.variables()}
-        self._start(member, coordinates, {**of_rank, **own, **self.common, **variables})
+        size, host = coordinates.local_world_size, coordinates.host
+        on_host = replace(environment, nprocs=size, node_rank=host)
+        place = coordinates.rank, coordinates.world_size
+        of_rank = on_host.variables(coordinates.local_rank, place)
+        variables = {**of_rank, **own, **self.common, **variables}
+        self._start(member, host, coordinates.local_rank, variables)
         return member

@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -52,7 +52,6 @@ from lockstep.comm.collectives import gather_unless_equal
 from lockstep.elastic.launcher_inbox import LauncherInbox
 from lockstep.elastic.restart_source import find_restart_source
 from lockstep.kernel.errors import RendezvousError, WorkError
-from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, is_elastic_on_hosts
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.launcher.private_store import attach_store
@@ -124,23 +123,13 @@ class Round:
     newcomers: tuple[int, ...] = ()
 
     @classmethod
-    def from_message(cls, message: Message) -> Round:
+    def from_message(cls, message: dict[str, Any]) -> Round:
         """Parse the launcher's message."""
-        return cls(
-            number=message["round"],
-            rank=message["rank"],
-            world_size=message["world_size"],
-            store=message["store"],
-            operation=message["operation"],
-            commit=message["commit"],
-            lost=tuple(message.get("lost", ())),
-            joined=tuple(message.get("joined", ())),
-            left=tuple(message.get("left", ())),
-            noticed=message.get("noticed", 0.0),
-            pids=tuple(message.get("pids", ())),
-            hosts=tuple(message.get("hosts", ())),
-            newcomers=tuple(message.get("newcomers", ())),
-        )
+        names = {field.name for field in fields(cls)} & message.keys()
+        values = {name: message[name] for name in names}
+        for name, value in values.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(number=message["round"], **values)
 
 
 @dataclass(frozen=True)
@@ -489,7 +478,7 @@ class Membership:
                     folder = Path(message["folder"])
                     return TransferOrder(message["operation"], message["commit"], folder)
 
-    def _receive(self, timeout: float | None) -> tuple[Message, list[int]] | None:
+    def _receive(self, timeout: float | None) -> tuple[dict[str, Any], list[int]] | None:
         """Return the launcher's next message; None if none comes in time."""
         return (self._inbox.receive if self._inbox else receive_from_launcher)(timeout)
 

@@ -405,7 +405,7 @@ class RankEnvironment:
     are on one host.
 
     Attributes:
-        nprocs: Number of ranks on each host.
+        nprocs: Number of ranks on this host.
         master_addr: Address of the store.
         master_port: Port of the store.
         run_id: Name of the launch (torchrun: `--rdzv-id`).
@@ -424,10 +424,15 @@ class RankEnvironment:
     store: str = ""
     is_served: bool = False
 
-    def variables(self, local_rank: int) -> dict[str, str]:
-        """Return the variables to add to the environment of this host's rank `local_rank`."""
-        rank = str(self.nprocs * self.node_rank + local_rank)
-        world_size = str(self.nprocs * self.nnodes)
+    def variables(self, local_rank: int, place: tuple[int, int] | None = None) -> dict[str, str]:
+        """Return the variables to add to the environment of a rank of this host.
+
+        Args:
+            local_rank: Its rank on this host.
+            place: Its rank and the number of ranks, if hosts may have different numbers of them.
+        """
+        even = self.nprocs * self.node_rank + local_rank, self.nprocs * self.nnodes
+        rank, world_size = map(str, place or even)
         store = {STORE: f"{self.master_addr} {self.master_port} {self.store}"} if self.store else {}
         return {
             "RANK": rank,

@@ -37,6 +37,7 @@ __all__ = [
     "is_consequence",
     "is_lost_peer",
     "make_rank_error",
+    "make_report",
     "read_stat",
     "signal_name",
 ]
@@ -303,11 +304,16 @@ def describe_failed_start(rank: int, reason: str, noun: str = "rank") -> dict[st
             files = ", ".join(f"{name}.py" for name in names)
             advice += f": rename {files}, which Python imports instead of a module of its own"
     who = f"{noun} {rank}" if rank >= 0 else "the process of the ranks' store"
+    return make_report("OSError", f"{who} could not be started: {advice}")
+
+
+def make_report(kind: str, message: str) -> dict[str, Any]:
+    """Return the report of an error that the rank itself has not reported."""
     return {
         "kind": "error",
         "time": time.monotonic(),
-        "type": "OSError",
-        "message": f"{who} could not be started: {advice}",
+        "type": kind,
+        "message": message,
         "where": "",
         "traceback": "",
         "plain": True,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.kernel.errors import UsageError
@@ -44,9 +44,7 @@ class LaunchConfig:
         grace: Seconds that the ranks have to stop after SIGTERM.
         resumed_run: Folder of the run to continue; None for a new run.
         resumes_newest: Whether to continue the newest run of this command that did not succeed.
-        hang_timeout: Seconds after which ranks that wait or are stopped count as hanging; 0
-            for no limit.
-        on_hang: "report" to print a report and continue to wait, "end" to end the launch after it.
+        hang_policy: When ranks count as hanging, and what happens then.
         min_nprocs: The minimum number of ranks of an elastic run, on all hosts together; None for
             a run that ends when a rank is killed.
         max_nprocs: The number of ranks, on all hosts together, with which an elastic run starts;
@@ -74,8 +72,7 @@ class LaunchConfig:
     grace: float = STOP_GRACE
     resumed_run: Path | None = None
     resumes_newest: bool = False
-    hang_timeout: float = HangPolicy.timeout
-    on_hang: str = "report"
+    hang_policy: HangPolicy = field(default_factory=HangPolicy)
     min_nprocs: int | None = None
     max_nprocs: int | None = None
     host_timeout: float = HOST_TIMEOUT

@@ -19,10 +19,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import FileError, LockstepError, RankError
-from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment
 from lockstep.launcher.failure_attribution import (
     STOPPED,
@@ -36,7 +36,6 @@ from lockstep.launcher.fork_server import (
     check_open_files,
     get_fork_server,
 )
-from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.listening_socket import warn_of_strangers
 from lockstep.launcher.output import RankOutput
@@ -47,7 +46,7 @@ from lockstep.launcher.run_folder import (
     RUNS,
     LaunchDescription,
     claim_newest_run,
-    create_numbered_folder,
+    create_run_folder,
     describe_launch,
     find_linked_runs,
     is_link_to_sibling,
@@ -67,7 +66,6 @@ __all__ = [
     "Interrupted",
     "RunFolder",
     "launch_script",
-    "make_hang_policy",
     "open_store",
     "open_supervisor",
     "start_rank",
@@ -80,15 +78,14 @@ OF_LAUNCH = (RUN, RESUME, *OF_ELASTIC)  # variables that nested launches do not 
 TAIL = 12  # lines of the failed rank that are shown again at the end
 
 
-class Interrupted(Exception):
+class Interrupted(SystemExit):
     """The signal `number` asked the launcher to stop; `has_stopped`: whether the run can resume."""
 
     has_stopped = False
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal_name(number))
-        self.number = number
-        self.exit_status = 128 + number
+        self.number, self.exit_status = number, 128 + number
+        super().__init__(self.exit_status)
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,8 @@ def _launch(
             if interruption.number == signal.SIGINT and sys.stderr.isatty():
                 print(file=sys.stderr)  # the terminal has just shown ^C
             if ranks.running:
-                log(f"{interruption}: ending {format_numbered(ranks.noun, ranks.running)}")
+                running = format_numbered(ranks.noun, ranks.running)
+                log(f"{signal_name(interruption.number)}: ending {running}")
             _terminate(ranks, requests)
             interruption.has_stopped = ranks.has_stopped
             raise
@@ -252,14 +250,8 @@ def _make_log_folder(config: LaunchConfig) -> Path:
     """Make the run's folder."""
     stem = config.target.rpartition(".")[2] if config.kind == "module" else Path(config.target).stem
     name = config.name or name_run(stem or "run")
-    parent = Path(config.log_dir) if config.log_dir is not None else Path(RUNS)
-    try:
-        path = create_numbered_folder(parent, name)
-    except OSError as error:
-        raise FileError(
-            f"{parent}/{name} cannot be created ({error.strerror}): give a folder that you can "
-            f"write to with --log-dir"
-        ) from None
+    parent = Path(config.log_dir or RUNS)
+    path = create_run_folder(parent, name, "give a folder that you can write to with --log-dir")
     if config.name not in (None, path.name):
         log(f"{parent / name} holds an earlier run: this one is in {path}")
     return path
@@ -292,15 +284,9 @@ def open_supervisor(config: LaunchConfig, ranks: range) -> RankSupervisor:
     return RankSupervisor(
         get_fork_server().open_launch(),
         ranks,
-        hang_policy=make_hang_policy(config),
+        hang_policy=config.hang_policy,
         noun="member" if config.is_elastic else "rank",
     )
-
-
-def make_hang_policy(config: LaunchConfig) -> HangPolicy:
-    """Return the policy for ranks that hang."""
-    ends_launch, has_other_hosts = config.on_hang == "end", config.nnodes > 1
-    return HangPolicy(config.hang_timeout, ends_launch, has_other_hosts)
 
 
 def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
@@ -358,7 +344,7 @@ def _open_output(config: LaunchConfig, local_rank: int, rank: int, folder: RunFo
         raise FileError(f"{log_file} cannot be written: {error.strerror}") from None
 
 
-def _script_task(config: LaunchConfig, variables: dict[str, str]) -> Message:
+def _script_task(config: LaunchConfig, variables: dict[str, str]) -> dict[str, Any]:
     target = config.target
     module = config.kind == "module"
     inherited = {name: value for name, value in os.environ.items() if name not in OF_LAUNCH}

@@ -42,13 +42,14 @@ from lockstep.redaction import redact
 __all__ = [
     "CHECKPOINTS",
     "DESCRIPTION_FILE",
+    "RECORD_FILE",
+    "RECORD_VERSION",
     "RESUME",
     "RUN",
     "RUNS",
     "LaunchDescription",
     "claim_newest_run",
     "command_words",
-    "create_numbered_folder",
     "create_run_folder",
     "describe_launch",
     "find_candidates",
@@ -75,6 +76,8 @@ RUN = "LOCKSTEP_RUN"  # the variable with the path of the launch's run folder
 RESUME = "LOCKSTEP_RESUME"  # the variable that is 1 if the launch continues that run
 VERSION = 1  # of launch.json
 DESCRIPTION_FILE = "launch.json"
+RECORD_VERSION = 1  # of record.jsonl
+RECORD_FILE = "record.jsonl"  # the record in the folder of a run
 KINDS = ("script", "module", "program")
 LOCK_FILE = "run.lock"
 EXIT_TIMEOUT = 10.0  # seconds that an interrupted run's processes have to exit
@@ -292,11 +295,25 @@ def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | Non
 # --- the name -----------------------------------------------------------------------------
 
 
-def create_numbered_folder(parent: Path, name: str) -> Path:
+def name_run(stem: str) -> str:
+    """Return the name of a run that begins now, such as "digits-2026-11-21-0752"."""
+    return f"{stem}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
+
+
+def create_run_folder(
+    parent: Path, name: str, advice: str = "choose a folder that is writable"
+) -> Path:
     """Create a folder called `name`, or `name-2`, `name-3`, ... if there is one already.
 
+    Runs that start at the same time get different folders.
+
+    Args:
+        parent: The folder of runs.
+        name: The name.
+        advice: What the user can do if the folder cannot be created.
+
     Raises:
-        OSError: The folder cannot be created.
+        FileError: The folder cannot be created.
     """
     number = 1
     while True:
@@ -305,39 +322,14 @@ def create_numbered_folder(parent: Path, name: str) -> Path:
             make_folder(folder, exist_ok=False)
         except FileExistsError:
             if not parent.is_dir():
-                raise
+                reason = f"{parent} is not a folder, so no run can be kept in it"
+                raise FileError(f"{reason}; {advice}") from None
             number += 1
+        except OSError as error:
+            reason = f"{parent / name} cannot be created ({error.strerror})"
+            raise FileError(f"{reason}; {advice}") from None
         else:
             return folder
-
-
-def name_run(stem: str) -> str:
-    """Return the name of a run that begins now, such as "digits-2026-11-21-0752"."""
-    return f"{stem}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
-
-
-def create_run_folder(parent: Path, stem: str) -> Path:
-    """Create and return a folder for a run that begins now.
-
-    Runs that start at the same time get different folders.
-
-    Args:
-        parent: The folder of runs.
-        stem: The first part of the name.
-
-    Raises:
-        FileError: The folder cannot be created.
-    """
-    name = name_run(stem)
-    try:
-        return create_numbered_folder(parent, name)
-    except FileExistsError:
-        raise FileError(f"{parent} is not a folder, so no run can be kept in it") from None
-    except OSError as error:
-        raise FileError(
-            f"{parent / name} cannot be created ({error.strerror}); choose a folder that is "
-            "writable"
-        ) from None
 
 
 def find_launch_folder() -> Path | None:

@@ -173,18 +173,8 @@ def init(
         except BaseException:
             _unset_variables()
             raise
-    _current, _arguments = _describe_world(rank_info, chosen), arguments
-    if is_joining:
-        # The rank that it will have, so that a script does not take it for rank 0.
-        _current = replace(
-            _current,
-            rank=rank_info.rank,
-            world_size=rank_info.world_size,
-            local_rank=rank_info.local_rank,
-            local_world_size=rank_info.local_world_size,
-            host=rank_info.host,
-        )
-    elif is_elastic_on_hosts(os.environ) and _current.rank == 0:
+    _current, _arguments = _describe_world(rank_info, chosen, is_joining), arguments
+    if is_elastic_on_hosts(os.environ) and _current.rank == 0 and not is_joining:
         # Those that join later cannot ask the others.
         report_to_launcher({"kind": "backend", "name": _current.backend})
     print_stack_on_signal()
@@ -524,10 +514,15 @@ def _choose_interface(rank_info: RankInfo, store: Store | None, device: torch.de
     return "GLOO_SOCKET_IFNAME" in os.environ
 
 
-def _describe_world(rank_info: RankInfo, device: torch.device) -> World:
-    """Return the world of the default group, which overrides `rank_info` if they differ."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    same = (rank, size) == (rank_info.rank, rank_info.world_size)
+def _describe_world(rank_info: RankInfo, device: torch.device, is_joining: bool) -> World:
+    """Return the world of the default group, which overrides `rank_info` if they differ.
+
+    A process that joins later is alone in that group. It gets the rank that it will have, so that
+    a script does not take it for rank 0.
+    """
+    given = rank_info.rank, rank_info.world_size
+    rank, size = given if is_joining else (dist.get_rank(), dist.get_world_size())
+    same = (rank, size) == given
     return World(
         rank=rank,
         world_size=size,

@@ -13,12 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.messages import escape_control
-from lockstep.record.format import TIME_CATEGORIES
 
-__all__ = ["Column", "Line", "Steps", "as_dict", "as_float", "concatenate_steps", "parse_steps"]
+__all__ = [
+    "TIME_CATEGORIES",
+    "Column",
+    "Line",
+    "Steps",
+    "as_dict",
+    "as_float",
+    "concatenate_steps",
+    "parse_steps",
+]
 
 Column = npt.NDArray[np.float64]
 Line = dict[str, Any]
+
+TIME_CATEGORIES = ("compute", "communication", "waiting", "data")
+"""The categories of a step's time, in the order of a row of `ranks`."""
 
 SCALARS = ("t", "step", "epoch", "loss", "samples", "seconds", "lr", "norm")
 

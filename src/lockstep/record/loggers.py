@@ -25,7 +25,7 @@ import numpy as np
 
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
-from lockstep.record.format import TIME_CATEGORIES
+from lockstep.record.columns import TIME_CATEGORIES
 
 __all__ = ["Logger", "TensorBoard", "collect_scalars"]
 

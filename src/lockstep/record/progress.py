@@ -31,7 +31,7 @@ from lockstep.formatting import format_duration, format_loss, format_metric, for
 from lockstep.launcher.live_region import LiveRegion, is_terminal
 from lockstep.launcher.rank_process import send_progress
 from lockstep.messages import discard_if_lost
-from lockstep.record.format import TIME_CATEGORIES
+from lockstep.record.columns import TIME_CATEGORIES
 
 __all__ = ["Progress"]
 

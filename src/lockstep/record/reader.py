@@ -33,6 +33,7 @@ import orjson
 
 from lockstep.files import lock_file
 from lockstep.kernel.errors import FileError, UsageError
+from lockstep.launcher.run_folder import RECORD_FILE, RECORD_VERSION
 from lockstep.messages import escape_control
 from lockstep.record.columns import (
     Line,
@@ -42,7 +43,6 @@ from lockstep.record.columns import (
     concatenate_steps,
     parse_steps,
 )
-from lockstep.record.format import RECORD_FILE, RECORD_VERSION
 
 __all__ = ["Run", "State", "open_record", "read_run"]
 
@@ -106,10 +106,11 @@ class Run:
         return next((line[name] for line in lines if line.get(name) is not None), None)
 
     def find_stored_sources(self, step: float) -> Path | None:
-        """Return the folder with the sources of a step; None if the record names none."""
+        """Return the folder with the sources of a step; None if they are not stored."""
         name = self.latest("sources", step)
         is_name = isinstance(name, str) and SOURCES.fullmatch(name) is not None
-        return self.folder.resolve() / name if is_name else None
+        stored = self.folder.resolve() / name if is_name else None
+        return stored if stored is not None and stored.is_dir() else None
 
     @property
     def digests(self) -> dict[int, str]:

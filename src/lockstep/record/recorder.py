@@ -34,9 +34,8 @@ import orjson
 from lockstep.files import create_file, lock_file, make_folder
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.launch import calls_in_this_process
-from lockstep.launcher.run_folder import is_resuming
+from lockstep.launcher.run_folder import RECORD_FILE, RECORD_VERSION, is_resuming
 from lockstep.messages import log
-from lockstep.record.format import RECORD_FILE, RECORD_VERSION
 from lockstep.record.sources import SourceFolder
 from lockstep.redaction import redact
 

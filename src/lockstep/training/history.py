@@ -16,9 +16,9 @@ import orjson
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
+from lockstep.launcher.run_folder import RECORD_FILE
 from lockstep.launcher.stacks import is_user_code
 from lockstep.model.evaluation import Evaluation
-from lockstep.record.format import RECORD_FILE
 from lockstep.record.logged_value import describe_value
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import Progress

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from lockstep.elastic.restart_source import RestartSource
-from lockstep.record.format import RECORD_FILE
+from lockstep.launcher.run_folder import RECORD_FILE
 
 __all__ = ["count_repeated_steps", "count_work", "measure_repeated_work"]
 

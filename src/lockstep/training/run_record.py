@@ -39,15 +39,16 @@ from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.run_folder import (
     CHECKPOINTS,
     DESCRIPTION_FILE,
+    RECORD_FILE,
     RUNS,
     create_run_folder,
     find_launch_folder,
     is_resuming,
     link_launch_folder,
+    name_run,
     rename_launch_folder,
 )
 from lockstep.messages import log
-from lockstep.record.format import RECORD_FILE
 from lockstep.record.loggers import Logger
 from lockstep.record.program import REPLAYABLE, describe_program
 from lockstep.record.recorder import Recorder
@@ -493,4 +494,4 @@ def _shorten(path: Path) -> Path:
 
 
 def _make_run_folder() -> Path:
-    return create_run_folder(Path(RUNS), Path(sys.argv[0]).stem or "run").absolute()
+    return create_run_folder(Path(RUNS), name_run(Path(sys.argv[0]).stem or "run")).absolute()

@@ -22,10 +22,9 @@ from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import RunFolder, launch_script, start_ranks
-from lockstep.launcher.run_folder import find_linked_runs, locate_renamed
+from lockstep.launcher.run_folder import RECORD_FILE, find_linked_runs, locate_renamed
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.record.columns import as_float
-from lockstep.record.format import RECORD_FILE
 from lockstep.record.reader import Run, read_run
 from lockstep.tools.check.killer import Kill, Killer, plan_kills
 

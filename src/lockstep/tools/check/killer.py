@@ -24,9 +24,8 @@ from typing import BinaryIO
 import orjson
 
 from lockstep.elastic.coordinator import ElasticCoordinator
-from lockstep.launcher.run_folder import find_linked_runs
+from lockstep.launcher.run_folder import RECORD_FILE, find_linked_runs
 from lockstep.launcher.supervisor import RankSupervisor
-from lockstep.record.format import RECORD_FILE
 
 __all__ = ["Kill", "Killer", "PlannedKill", "plan_kills"]
 

@@ -63,22 +63,18 @@ def command(
     Exit status: 0 all kills were carried out and the digests are equal, 1 otherwise, 2 usage
     error, 128+N ended by signal N.
     """
-    from lockstep.launcher.launch_script import Interrupted
     from lockstep.tools.check.chaos import disturb, train_undisturbed
 
     if nprocs < 2:
         raise UsageError("-n 1: no rank is left when the only one is killed; use -n 2 or more")
     config = make_config(target, arguments, nprocs, runs)
-    try:
-        log(f"training {target} undisturbed on {nprocs} ranks")
-        baseline = train_undisturbed(_name_run(config, "undisturbed"))
-        log(
-            f"undisturbed: {format_quantity(baseline.steps, 'step')} in "
-            f"{format_duration(baseline.seconds)}, digest {baseline.digest}, in {baseline.folder}"
-        )
-        result = disturb(_name_run(config, "chaos"), baseline, kills, seed, log)
-    except Interrupted as interruption:
-        sys.exit(interruption.exit_status)
+    log(f"training {target} undisturbed on {nprocs} ranks")
+    baseline = train_undisturbed(_name_run(config, "undisturbed"))
+    log(
+        f"undisturbed: {format_quantity(baseline.steps, 'step')} in "
+        f"{format_duration(baseline.seconds)}, digest {baseline.digest}, in {baseline.folder}"
+    )
+    result = disturb(_name_run(config, "chaos"), baseline, kills, seed, log)
     with printing_text(as_json, result.plain):
         print_result(result)
     sys.exit(0 if result.is_passed else 1)

@@ -22,7 +22,7 @@ from lockstep.launcher.kernel_variables import (
     is_portable_requested,
 )
 from lockstep.launcher.launch_config import HOST_TIMEOUT, LaunchConfig
-from lockstep.launcher.launch_script import Interrupted, launch_script
+from lockstep.launcher.launch_script import launch_script
 from lockstep.launcher.listening_socket import (
     DEFAULT_PORT,
     LOOPBACK,
@@ -207,12 +207,9 @@ def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> N
         script, arguments = recall_command(options)
     if _is_portable(options):
         os.environ.update(find_of_launch(os.environ))
-    try:
-        config = make_config(script, arguments, options)
-        launch = launch_elastic if config.is_elastic else launch_script
-        sys.exit(launch(config, exits=True))
-    except Interrupted as interruption:
-        sys.exit(interruption.exit_status)
+    config = make_config(script, arguments, options)
+    launch = launch_elastic if config.is_elastic else launch_script
+    sys.exit(launch(config, exits=True))
 
 
 def recall_command(options: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
@@ -261,14 +258,17 @@ def recall_command(options: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     return recorded.target, recorded.arguments
 
 
+def _find_resumed(options: Mapping[str, Any]) -> Path | None:
+    """Return the folder of the run that --resume names; None if it names none."""
+    name = options["resume"]
+    return None if name in (None, AUTO) else find_run(name, Path(options["log_dir"] or RUNS))
+
+
 def _is_portable(options: Mapping[str, Any]) -> bool:
     """Return whether to compute portable bits; raise UsageError if a resumed run did not."""
-    name = options["resume"]
+    folder = _find_resumed(options)
     is_requested = options["portable"] or is_portable_requested(os.environ)
-    if name in (None, AUTO):
-        return is_requested
-    folder = find_run(name, Path(options["log_dir"] or RUNS))
-    recorded = read_description(folder)
+    recorded = None if folder is None else read_description(folder)
     if recorded is None or recorded.portable == is_requested:
         return is_requested
     if is_requested:
@@ -296,7 +296,6 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
     nprocs, min_nprocs = _choose_nprocs(options, nnodes)
     started_by = _read_task(options, nnodes)
     master_addr, master_port = _choose_master(options, nnodes, started_by)
-    name, parent = options["resume"], Path(options["log_dir"] or RUNS)
     return LaunchConfig(
         target=script,
         arguments=arguments,
@@ -312,10 +311,11 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         name=options["name"],
         shown=parse_local_ranks(options["local_ranks_filter"]),
         grace=options["grace"],
-        resumed_run=find_run(name, parent) if name not in (None, AUTO) else None,
-        resumes_newest=name == AUTO,
-        hang_timeout=options["hang_timeout"],
-        on_hang=options["on_hang"],
+        resumed_run=_find_resumed(options),
+        resumes_newest=options["resume"] == AUTO,
+        hang_policy=HangPolicy(
+            options["hang_timeout"], options["on_hang"] == "end", has_other_hosts=nnodes > 1
+        ),
         min_nprocs=min_nprocs,
         max_nprocs=options["max"],
         host_timeout=options["host_timeout"],

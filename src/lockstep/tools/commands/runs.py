@@ -80,8 +80,7 @@ class ListedRun:
 
 def list_runs(folder: Path) -> list[ListedRun]:
     """Return the runs in `folder`, the oldest first."""
-    from lockstep.launcher.run_folder import is_link_to_sibling
-    from lockstep.record.format import RECORD_FILE
+    from lockstep.launcher.run_folder import RECORD_FILE, is_link_to_sibling
     from lockstep.record.reader import read_run
     from lockstep.tools.report.summary import summarize
 

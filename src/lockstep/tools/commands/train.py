@@ -148,10 +148,10 @@ def command(
         return
     if resumed is not None:
         folder = resumed.folder
-    elif is_elastic:
-        folder = Path(runs) / (name or name_run(recipe))  # the launch creates the folder
+    elif is_elastic or name:  # the launch, or the record, creates the folder
+        folder = Path(runs) / (name or name_run(recipe))
     else:
-        folder = Path(runs) / name if name else create_run_folder(Path(runs), recipe)
+        folder = create_run_folder(Path(runs), name_run(recipe))
     if given["portable"] is not False:
         os.environ |= find_of_numpy() | os.environ  # numpy reads them when the fork server loads it
     if is_elastic:
@@ -211,15 +211,12 @@ def _train_elastic(
         folder: The folder of the run.
         is_resumed: Whether the folder holds a run that is continued.
     """
-    from lockstep.elastic.coordinator import ElasticCoordinator
     from lockstep.elastic.elastic_launch import launch_elastic
     from lockstep.launcher.launch_config import LaunchConfig
-    from lockstep.launcher.launch_script import Interrupted
-    from lockstep.launcher.supervisor import RankSupervisor
 
     folders: list[Path] = []
 
-    def watch(ranks: RankSupervisor, rounds: ElasticCoordinator, launched: Path | None) -> None:
+    def watch(ranks: object, rounds: object, launched: Path | None) -> None:
         folders.append(folder if launched is None else launched)
 
     config = LaunchConfig(
@@ -233,11 +230,8 @@ def _train_elastic(
         resumed_run=folder if is_resumed else None,
         shows_stdout=False,  # this process prints the summary
     )
-    try:
-        if status := launch_elastic(config, watch):
-            sys.exit(status)
-    except Interrupted as interruption:
-        sys.exit(interruption.exit_status)
+    if status := launch_elastic(config, watch):
+        sys.exit(status)
     summary: dict[str, Any] = json.loads((folders[-1] / SUMMARY_FILE).read_bytes())
     return summary
 

@@ -10,7 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from lockstep.kernel.errors import LockstepError, RankError, UsageError
-from lockstep.launcher.failure_attribution import Outcome, is_consequence, make_rank_error
+from lockstep.launcher.failure_attribution import (
+    Outcome,
+    is_consequence,
+    make_rank_error,
+    make_report,
+)
 from lockstep.tools.remote.serialization import serialize
 
 __all__ = ["SETTLE", "Calls", "Future", "gather", "make_error", "make_lost_outcome"]
@@ -215,12 +220,4 @@ class Calls:
 
 def make_lost_outcome(rank: int, reason: str, status: int | None = None) -> Outcome:
     """Return the outcome of a worker that gives no answer; `reason` is a predicate for it."""
-    report = {
-        "time": time.monotonic(),
-        "type": "",
-        "message": f"rank {rank} {reason}",
-        "where": "",
-        "traceback": "",
-        "plain": True,
-    }
-    return Outcome(rank, status=status, error=report)
+    return Outcome(rank, status=status, error=make_report("", f"rank {rank} {reason}"))

@@ -65,14 +65,7 @@ class WorkerHandle:
         environment = RankEnvironment(
             sizes[self.host], nnodes=len(hosts), node_rank=hosts.index(self.host), **world
         )
-        # torchrun's formulas do not apply: hosts may have different numbers of workers.
-        rank, world_size = str(self.rank), str(len(workers))
-        return environment.variables(self.index) | {
-            "RANK": rank,
-            "ROLE_RANK": rank,
-            "WORLD_SIZE": world_size,
-            "ROLE_WORLD_SIZE": world_size,
-        }
+        return environment.variables(self.index, (self.rank, len(workers)))
 
 
 class Roster:

@@ -18,8 +18,7 @@ from lockstep.formatting import (
     format_number,
     format_percent,
 )
-from lockstep.record.columns import Column, as_dict
-from lockstep.record.format import TIME_CATEGORIES
+from lockstep.record.columns import TIME_CATEGORIES, Column, as_dict
 from lockstep.record.reader import Run
 from lockstep.tools.report.summary import (
     as_text,

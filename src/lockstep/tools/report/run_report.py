@@ -19,7 +19,7 @@ from lockstep.formatting import (
     format_number,
     format_percent,
 )
-from lockstep.record.format import RECORD_FILE
+from lockstep.launcher.run_folder import RECORD_FILE
 from lockstep.record.reader import Run
 from lockstep.tools.report.breakdown import (
     RESUME_COLUMNS,

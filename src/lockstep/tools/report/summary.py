@@ -15,8 +15,7 @@ import numpy as np
 from lockstep.formatting import format_quantity
 from lockstep.launcher.run_folder import read_description
 from lockstep.messages import escape_control
-from lockstep.record.columns import Line, as_dict
-from lockstep.record.format import TIME_CATEGORIES
+from lockstep.record.columns import TIME_CATEGORIES, Line, as_dict
 from lockstep.record.reader import Run
 
 __all__ = ["Summary", "as_text", "describe_layout", "find_slowest_rank", "last_time"]
