@@ -26,7 +26,8 @@ from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.launch import launch
 from lockstep.record.run_environment import count_usable_cores, processor_name
-from lockstep.tools.commands.bench import RANKS_HELP, parse_rank_counts
+from lockstep.tools.commands.bench import RANKS_HELP
+from lockstep.tools.commands.options import parse_rank_counts
 
 __all__ = ["command"]
 
@@ -55,7 +56,7 @@ def command(nprocs: str, repeats: int, file: Path | None) -> None:
     Prints the median wall-clock seconds of the whole command. "lockstep.launch, again"
     is a second launch from one program, as in a test or a notebook.
     """
-    counts = parse_rank_counts(nprocs)
+    counts = parse_rank_counts("-n", nprocs)
     if repeats < 1:
         raise UsageError("--repeats must be at least 1")
     context = {

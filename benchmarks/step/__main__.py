@@ -18,8 +18,8 @@ from lockstep.tools.commands.bench import (
     RANKS_HELP,
     command_line,
     describe_machine,
-    parse_rank_counts,
 )
+from lockstep.tools.commands.options import parse_rank_counts
 
 if TYPE_CHECKING:
     from benchmarks.step.comparison import Outcome
@@ -64,7 +64,8 @@ def command(**flags: Any) -> None:
     the trainer's digest on 1, 2, 3 and 4 ranks. 100m and resnet50 take minutes.
     """
     check(flags)
-    counts, widths = parse_rank_counts(flags["nprocs"]), parse_rank_counts(flags["widths"])
+    counts = parse_rank_counts("-n", flags["nprocs"])
+    widths = parse_rank_counts("--widths", flags["widths"])
     cases = wanted(flags)
     names = contenders(flags["vs"])
     check_memory(cases, names, max(counts))

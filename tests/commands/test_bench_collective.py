@@ -53,8 +53,8 @@ def test_every_collective_is_a_command_with_its_description():
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["all_reduce", "-n", "0"], "-n 0: expected a number of ranks"),
-        (["all_reduce", "-n", "2,x"], "-n 2,x: expected a number of ranks"),
+        (["all_reduce", "-n", "0"], "-n 0: expected numbers of ranks"),
+        (["all_reduce", "-n", "2,x"], "-n 2,x: expected numbers of ranks"),
         (["all_reduce", "--sizes", "4,4x"], "'4x' is not a size"),
         (["all_reduce", "--backend", "mpi"], "MPI is only compared with"),
         (["all_reduce", "--plot", "a.pdf"], "the suffix must be .svg"),

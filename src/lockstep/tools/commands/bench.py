@@ -24,12 +24,13 @@ from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.launcher.signals import exiting_on_sigterm
 from lockstep.messages import log
 from lockstep.tools.bench.measured_collectives import COLLECTIVES, Collective
+from lockstep.tools.commands.options import parse_rank_counts
 
 if TYPE_CHECKING:
     from lockstep.tools.bench.ranks import Plan
     from lockstep.tools.bench.results import Measurement
 
-__all__ = ["RANKS_HELP", "command", "command_line", "describe_machine", "parse_rank_counts"]
+__all__ = ["RANKS_HELP", "command", "command_line", "describe_machine"]
 
 RANKS_HELP = "Numbers of ranks, measured one after another: 2 or 2,4."
 SIZES = "4,16,64,256,1K,4K,16K,64K,256K,1M,4M,16M,64M"
@@ -95,7 +96,7 @@ def make_command(collective: Collective) -> click.Command:
 
 def run(collective: Collective, flags: dict[str, Any]) -> None:
     """Measure with each number of ranks; print and write the results."""
-    counts = parse_rank_counts(flags["nprocs"])
+    counts = parse_rank_counts("-n", flags["nprocs"])
     sizes = [0] if collective.name == "barrier" else parse_sizes(flags["sizes"])
     validate(flags)
     others = [name for name in flags["vs"].split(",") if name]
@@ -225,17 +226,6 @@ def check_memory(size: int, ranks: int, backends: int) -> None:
             f"{format_size(needed)} of memory, but only {format_size(free)} are available: choose "
             "smaller --sizes"
         )
-
-
-def parse_rank_counts(text: str) -> list[int]:
-    """Return the rank counts of "2,4"."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise UsageError(f"-n {text}: expected a number of ranks of at least 1, or several: 2,4")
-    return counts
 
 
 def describe_machine() -> str:

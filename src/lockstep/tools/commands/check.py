@@ -13,6 +13,7 @@ from lockstep.tools.check.difference import LayoutDifference, describe_kind
 from lockstep.tools.commands.options import (
     PASSING_ARGUMENTS,
     json_option,
+    parse_rank_counts,
     printing_text,
     timeout_option,
 )
@@ -54,21 +55,13 @@ ADVICE = {
 ADVICE["forward"] = ADVICE["output"]
 
 
-def parse_rank_counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    """Return the numbers of ranks in "1,2,3" in ascending order, each once."""
-    words = [word.strip() for word in value.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise click.BadParameter(f"{value!r} is not a list of numbers of ranks, such as 1,2,3")
-    return tuple(sorted({int(word) for word in words}))
-
-
 @click.command(context_settings=PASSING_ARGUMENTS)
 @click.option(
     "--steps", default=5, show_default=True, type=click.IntRange(min=1),
     help="Steps per trainer, after which a run ends.",
 )  # fmt: skip
 @click.option(
-    "--ranks", default="1,2,3", show_default=True, metavar="N,N,...", callback=parse_rank_counts,
+    "--ranks", default="1,2,3", show_default=True, metavar="N,N,...",
     help="Numbers of ranks without pipeline stages; the lowest is the reference.",
 )  # fmt: skip
 @timeout_option
@@ -82,7 +75,7 @@ def parse_rank_counts(ctx: click.Context, param: click.Parameter, value: str) ->
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     steps: int,
-    ranks: tuple[int, ...],
+    ranks: str,
     timeout: float,
     names_unportable: bool,
     as_json: bool,
@@ -104,7 +97,8 @@ def command(
     """
     from lockstep.tools.check.layout_comparison import compare_layouts
 
-    comparison = compare_layouts(script, arguments, steps, ranks, timeout, _report)
+    counts = sorted({*parse_rank_counts("--ranks", ranks)})
+    comparison = compare_layouts(script, arguments, steps, counts, timeout, _report)
     unportable: list[dict[str, str]] | None = None
     if names_unportable and comparison.verdicts[0].run.is_complete:
         from lockstep.tools.check.portability import find_unportable

@@ -19,6 +19,7 @@ __all__ = [
     "PASSING_ARGUMENTS",
     "find_run",
     "json_option",
+    "parse_rank_counts",
     "printing_text",
     "runs_option",
     "timeout_option",
@@ -57,6 +58,14 @@ def printing_text(as_json: bool, describe: Callable[[], Mapping[str, Any]]) -> I
         yield
     if as_json:
         click.echo(json.dumps(describe()))
+
+
+def parse_rank_counts(option: str, text: str) -> list[int]:
+    """Return the numbers of ranks in "1,2,3"; raise UsageError naming the option."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise UsageError(f"{option} {text}: expected numbers of ranks of at least 1, such as 2,4")
+    return list(map(int, words))
 
 
 def find_run(run: str, folder: str) -> Path:
