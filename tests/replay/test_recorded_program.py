@@ -35,6 +35,7 @@ def write(folder: Path, program: dict[str, object] | None = None, *more, **field
 
 def test_the_program_is_what_the_record_says(tmp_path):
     run = write(tmp_path, SCRIPT, trainer=1, sources="sources", layout={"threads": 4})
+    (tmp_path / "sources").mkdir()
     program = read_program(run, 0)
     assert (program.kind, program.target, program.arguments) == (
         "script",

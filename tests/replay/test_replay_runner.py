@@ -12,7 +12,9 @@ from click.testing import CliRunner
 
 from lockstep.checksum import checksum
 from lockstep.cli import cli
+from lockstep.kernel.errors import RankError
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
+from lockstep.tools.check import session_launch
 from lockstep.tools.replay import replay_runner
 from lockstep.tools.replay.recorded_program import Base, Program
 from lockstep.tools.replay.result import Replay, ReplayRequest
@@ -71,11 +73,11 @@ def test_operators_are_recorded_without_a_change_of_bits(recipe):
 
 
 def test_sigterm_leaves_no_files_behind(tmp_path, monkeypatch):
-    def interrupted(*order) -> None:
+    def interrupted(*order, **options) -> None:
         assert len(list(tmp_path.iterdir())) == 1
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(replay_runner, "_launch", interrupted)
+    monkeypatch.setattr(session_launch, "launch", interrupted)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -88,3 +90,12 @@ def test_sigterm_leaves_no_files_behind(tmp_path, monkeypatch):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_secrets_of_an_error_are_redacted(tmp_path, monkeypatch):
+    error = RankError("rank 0 raised OSError: no answer from s3://me:hunter2@store (train.py:3)")
+    failed = session_launch.SessionRun([[]], 1.0, error, "")
+    monkeypatch.setattr(replay_runner, "launch_session", lambda *order, **options: failed)
+    program, request = Program("script", "train.py"), ReplayRequest(tmp_path, 0, 0)
+    failure = replay_runner.run_program(program, Base(), request).failure
+    assert "no answer from s3://[redacted]@store" in failure

@@ -18,7 +18,6 @@ import lockstep as ls
 from lockstep.audit.operator_difference import first_operator_difference
 from lockstep.audit.operator_tracer import OperatorTracer
 from lockstep.launcher.launch import launch_in_this_process
-from lockstep.tools.replay.recorded_program import Base
 from lockstep.tools.replay.replay_session import ReplaySession
 from lockstep.tools.replay.result import Level, ReplayedStep, ReplayRequest
 from lockstep.training.trainer_hooks import SessionComplete, open_session
@@ -34,7 +33,7 @@ def replayed(
     """Return the last steps of a program, as a replay of it in this process records them."""
     steps: list[ReplayedStep] = []
     request = ReplayRequest(Path(), first, STEPS - 1, level=level)
-    session = ReplaySession(request, (None, 0), Base(), steps.append)
+    session = ReplaySession(request, (None, 0), None, steps.append)
     torch.manual_seed(0)
     with open_session(session), pytest.raises(SessionComplete):
         train()
@@ -53,7 +52,7 @@ def test_each_call_of_launch_has_its_own_trainers(wanted):
 
     steps: list[ReplayedStep] = []
     request = ReplayRequest(Path(), 1, STEPS - 1)
-    session = ReplaySession(request, wanted, Base(), steps.append)
+    session = ReplaySession(request, wanted, None, steps.append)
 
     def run_program() -> None:
         ls.launch(train, (1,))

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.tools.replay.recorded_program import Base
 from lockstep.tools.replay.replay_session import ReplaySession
 from lockstep.tools.replay.result import ReplayedStep, ReplayRequest
 from lockstep.tools.replay.single_microbatch import DebuggerLeft
@@ -48,7 +47,7 @@ def replayed(samples: TensorDataset, end: Any = SessionComplete, **options: Any)
     """Return the second micro-batch of the first step, of six samples."""
     steps: list[ReplayedStep] = []
     request = ReplayRequest(Path("runs/mine"), 0, 0, microbatch=1, **options)
-    session = ReplaySession(request, (None, 0), Base(), steps.append)
+    session = ReplaySession(request, (None, 0), None, steps.append)
     with open_session(session), pytest.raises(end):
         train(samples)
     return steps[0] if steps else ReplayedStep(0, 0, math.nan, math.nan, (), None, "")

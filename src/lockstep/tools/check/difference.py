@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from lockstep.model.fingerprint import Call, Checksums, StepFingerprint, TrainerFingerprint
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 Key = TypeVar("Key", bound=Hashable)
+Order = Callable[[Iterable[Key]], Sequence[Key]]
 
 
 KINDS = {
@@ -158,10 +160,13 @@ def _placed(difference: LayoutDifference, size: int, step: int, trainer: int) ->
 
 
 def _tensor(
-    what: str, columns: Sequence[Mapping[str, int]], trainer: TrainerFingerprint
+    what: str,
+    columns: Sequence[Mapping[str, int]],
+    trainer: TrainerFingerprint,
+    order: Order[str] = list,
 ) -> LayoutDifference | None:
     """Return the first parameter or buffer that differs."""
-    mismatch = _mismatch(columns)
+    mismatch = _mismatch(columns, order)
     if mismatch is None:
         return None
     name, rank = mismatch
@@ -239,27 +244,20 @@ def _gradients(
     steps: Sequence[StepFingerprint], trainer: TrainerFingerprint
 ) -> LayoutDifference | None:
     backward = {name: number for number, name in enumerate(reversed(trainer.parameters))}
-    mismatch = _mismatch(
-        [step.gradients for step in steps], lambda names: sorted(names, key=backward.__getitem__)
-    )
-    if mismatch is None:
-        return None
-    name, rank = mismatch
-    return LayoutDifference(_owner(name, trainer), name, "gradient", rank=rank)
+    gradients = [step.gradients for step in steps]
+    order = partial(sorted, key=backward.__getitem__)
+    return _tensor("gradient", gradients, trainer, order)
 
 
 def _state(
     steps: Sequence[StepFingerprint], trainer: TrainerFingerprint
 ) -> LayoutDifference | None:
-    mismatch = _mismatch([step.state for step in steps])
-    if mismatch is not None:
-        name, rank = mismatch
-        if name in trainer.parameters:
-            return LayoutDifference("optimizer", name, "update", rank=rank)
-        return LayoutDifference(_owner(name, trainer), name, "buffer", rank=rank)
+    difference = _tensor("buffer", [step.state for step in steps], trainer)
+    if difference is not None and difference.parameter in trainer.parameters:
+        return replace(difference, module="optimizer", what="update")
     mismatch = _mismatch([step.optimizer for step in steps])
-    if mismatch is None:
-        return None
+    if difference is not None or mismatch is None:
+        return difference
     name, rank = mismatch
     return LayoutDifference("optimizer", name.rpartition("/")[0], "state", rank=rank)
 
@@ -280,7 +278,7 @@ def _outcome(
 
 def _mismatch(
     columns: Sequence[Mapping[Key, Any]],
-    order: Callable[[Iterable[Key]], Sequence[Key]] = list,
+    order: Order[Key] = list,
 ) -> tuple[Key, int] | None:
     """Return the first name with differing values, and the first column that differs."""
     for name in order(dict.fromkeys(name for column in columns for name in column)):

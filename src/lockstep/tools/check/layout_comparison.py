@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -132,36 +131,29 @@ def compare_layouts(
         verdicts.append(verdict)
         report(verdict)
 
-    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-        runs = 0
+    def run(layout: Layout) -> LayoutRun:
+        return run_layout(script, arguments, layout, steps, timeout)
 
-        def run(layout: Layout) -> LayoutRun:
-            nonlocal runs
-            runs += 1
-            output = Path(folder) / str(runs)
-            output.mkdir()
-            return run_layout(script, arguments, layout, steps, timeout, output)
-
-        reference = run(Layout(ranks[0]))
-        if not reference.is_complete:
-            add(LayoutVerdict(reference, "failed"))
-            return LayoutComparison(verdicts)
-        _require_training(script, reference)
-        add(_verdict(reference, reference))
-        # A backend that the script or the environment chooses is used in all layouts.
-        own = reference.backend
-        backends = ("lockstep", "gloo") if own == "lockstep" else (own,)
-        is_whole = False  # the model cannot be divided into stages
-        for layout in layouts(backends, ranks)[1:]:
-            if layout.stages > 1 and is_whole:
-                continue
-            verdict = _verdict(run(layout), reference)
-            is_whole |= verdict.word == "not applicable" and layout.schedule == "1f1b"
-            add(verdict)
-        unstable = None
-        if any(one.difference for one in verdicts):
-            again = run(reference.layout)
-            unstable = first_difference(reference.ranks, again.ranks, again.is_complete)
+    reference = run(Layout(ranks[0]))
+    if not reference.is_complete:
+        add(LayoutVerdict(reference, "failed"))
+        return LayoutComparison(verdicts)
+    _require_training(script, reference)
+    add(_verdict(reference, reference))
+    # A backend that the script or the environment chooses is used in all layouts.
+    own = reference.backend
+    backends = ("lockstep", "gloo") if own == "lockstep" else (own,)
+    is_whole = False  # the model cannot be divided into stages
+    for layout in layouts(backends, ranks)[1:]:
+        if layout.stages > 1 and is_whole:
+            continue
+        verdict = _verdict(run(layout), reference)
+        is_whole |= verdict.word == "not applicable" and layout.schedule == "1f1b"
+        add(verdict)
+    unstable = None
+    if any(one.difference for one in verdicts):
+        again = run(reference.layout)
+        unstable = first_difference(reference.ranks, again.ranks, again.is_complete)
     return LayoutComparison(verdicts, unstable)
 
 

@@ -1,36 +1,23 @@
-"""Running a script in one layout, and reading the fingerprints of its ranks.
-
-command ── launch ──> rank: opens a session, redirects output to a log, runs the script
-        <─ one RankFingerprint per rank, or the message of the first failure
-"""
+"""Running a script in one layout, and reading the fingerprints of its ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import pickle
 import re
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.kernel.errors import RankError
-from lockstep.launcher.launch import launch, launch_in_this_process
-from lockstep.launcher.rank_process import run_code
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.tools.check.difference import RankFingerprint
 from lockstep.tools.check.layouts import Layout
+from lockstep.tools.check.session_launch import launch_session, run_script
 
-__all__ = ["LayoutRun", "describe_failure", "is_refusal", "log_of", "read_values", "record_of"]
-__all__ += ["redirect_output", "run_in_session", "run_layout", "run_script"]
-
-TAIL = 12
-"""The number of lines shown of a failed rank's output."""
+__all__ = ["LayoutRun", "is_refusal", "run_layout"]
 
 
 @dataclass(frozen=True)
@@ -93,12 +80,7 @@ class LayoutRun:
 
 
 def run_layout(
-    script: str,
-    arguments: Sequence[str],
-    layout: Layout,
-    steps: int,
-    timeout: float,
-    folder: Path,
+    script: str, arguments: Sequence[str], layout: Layout, steps: int, timeout: float
 ) -> LayoutRun:
     """Run a script in a layout until its trainers have taken `steps` steps.
 
@@ -108,128 +90,43 @@ def run_layout(
         layout: The layout of the trainers.
         steps: The number of steps per trainer.
         timeout: The time in seconds after which the ranks are terminated.
-        folder: An existing empty folder for the output of the ranks.
     """
-    begun = time.monotonic()
-    order = (script, tuple(arguments), layout, steps, str(folder))
-    error: RankError | None = None
-    try:
-        launch(_run_rank, order, layout.ranks, timeout=timeout, pass_rank=True)
-    except RankError as failure:
-        error = failure
-    seconds = time.monotonic() - begun
-    ranks = tuple(_fingerprint(record_of(folder, rank)) for rank in range(layout.ranks))
-    if error is None:
-        return LayoutRun(layout, steps, seconds, ranks)
-    is_refused = is_refusal(layout, error)
-    # Every rank refuses the layout, so the number of the first one to do so is left out.
-    said = re.sub(r"^rank \d+ failed: ", "", str(error)) if is_refused else str(error)
-    return LayoutRun(
-        layout,
-        steps,
-        seconds,
-        ranks,
-        said,
-        False,
-        is_refused,
-        describe_failure(error, log_of(folder, error.rank or 0)),
-    )
+    order = (script, tuple(arguments), layout, steps)
+    run = launch_session(_start, order, layout.ranks, timeout=timeout)
+    ranks = tuple(map(_fingerprint, run.values))
+    if run.error is None:
+        return LayoutRun(layout, steps, run.seconds, ranks)
+    said, is_refused = str(run.error), is_refusal(layout, run.error)
+    if is_refused:  # by every rank, so the number of the first one to do so is left out
+        said = re.sub(r"^rank \d+ failed: ", "", said)
+    return LayoutRun(layout, steps, run.seconds, ranks, said, False, is_refused, run.details)
 
 
-def _run_rank(
-    rank: int, script: str, arguments: Sequence[str], layout: Layout, steps: int, folder: str
-) -> None:
-    """Run the script, and record what it computes."""
+def _start(
+    record: Callable[[Any], None],
+    folder: Path,
+    script: str,
+    arguments: Sequence[str],
+    layout: Layout,
+    steps: int,
+) -> tuple[Any, Callable[[], None]]:
+    """Return the session of a rank, and a function that runs the script."""
     from lockstep.tools.check.check_session import CheckSession
 
-    redirect_output(log_of(Path(folder), rank))
-    make_session = partial(CheckSession, layout, steps)
-    run = partial(run_script, script, arguments)
-    run_in_session(rank, Path(folder), layout.backend, make_session, run)
+    if layout.backend:
+        os.environ["LOCKSTEP_BACKEND"] = layout.backend
+    return CheckSession(layout, steps, record), partial(run_script, script, arguments)
 
 
-def run_script(script: str, arguments: Sequence[str]) -> None:
-    """Run a script in this process as `python SCRIPT` would."""
-    sys.argv[:] = [script, *arguments]
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
-    run_code("script", script)
-
-
-def run_in_session(
-    rank: int,
-    folder: Path,
-    backend: str,
-    make_session: Callable[[Callable[[Any], None]], Any],
-    run: Callable[[], None],
-) -> None:
-    """Run a program in this process, in the session of a command.
-
-    Args:
-        rank: The rank of this process.
-        folder: The folder for the recorded values.
-        backend: The backend for CPU tensors; "" for the program's own choice.
-        make_session: A function of `record`, which pickles a value to the file `record_of`. Its
-            method `record_unfinished` is called if the program fails.
-        run: A function that runs the program.
-    """
-    from lockstep.training.trainer_hooks import SessionComplete, open_session
-
-    os.environ["LOCKSTEP_RUN"] = str(folder)
-    if backend:
-        os.environ["LOCKSTEP_BACKEND"] = backend
-    with record_of(folder, rank).open("xb", buffering=0) as file:
-        session = make_session(lambda value: pickle.dump(value, file))
-        try:
-            with open_session(session), launch_in_this_process():
-                run()
-        except SessionComplete:
-            pass
-        except BaseException as error:
-            if isinstance(error, SystemExit) and error.code in (None, 0):
-                return
-            session.record_unfinished()
-            raise
-
-
-def log_of(folder: Path, rank: int) -> Path:
-    """Return the file with the output of a rank."""
-    return folder / f"rank-{rank}.log"
-
-
-def record_of(folder: Path, rank: int) -> Path:
-    """Return the file with the values of a rank."""
-    return folder / f"rank-{rank}.pickle"
-
-
-def _fingerprint(record: Path) -> RankFingerprint:
+def _fingerprint(values: Sequence[Any]) -> RankFingerprint:
     """Return the fingerprints that a rank recorded before it ended."""
     fingerprint = RankFingerprint()
-    for value in read_values(record):
+    for value in values:
         if isinstance(value, TrainerFingerprint):
             fingerprint.trainers.append(value)
         else:
             fingerprint.steps.append(value)
     return fingerprint
-
-
-def read_values(record: Path) -> Iterator[Any]:
-    """Yield the values that a rank pickled into a file before it ended."""
-    ends = FileNotFoundError, EOFError, pickle.UnpicklingError
-    with contextlib.suppress(*ends), record.open("rb") as file:
-        while True:
-            yield pickle.load(file)
-
-
-def redirect_output(log: Path) -> None:
-    """Redirect standard output and error to a file, and standard input to the null device."""
-    for number, file, flags in (
-        (0, os.devnull, os.O_RDONLY),
-        (1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-    ):
-        descriptor = os.open(file, flags, 0o600)
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    os.dup2(1, 2)
 
 
 def is_refusal(layout: Layout, error: RankError) -> bool:
@@ -240,12 +137,3 @@ def is_refusal(layout: Layout, error: RankError) -> bool:
     return error.exception == "UsageError" and any(
         applies and word in str(error) for word, applies in words.items()
     )
-
-
-def describe_failure(error: RankError, log: Path) -> str:
-    """Return the last lines of output of a failed rank, and its traceback."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()[-TAIL:]
-    printed = [f"the last lines of rank {error.rank}:", *(f"    {line}" for line in lines)]
-    return "\n".join([*(printed if lines else ()), *getattr(error, "__notes__", ())])

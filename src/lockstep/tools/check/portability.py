@@ -8,12 +8,9 @@ The list names families of operators that the fingerprint of arithmetic does not
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.launcher.launch import launch
 from lockstep.tools.check.check_session import CheckSession
-from lockstep.tools.check.layout_runner import (
-    log_of,
-    redirect_output,
-    run_in_session,
-    run_script,
-)
 from lockstep.tools.check.layouts import Layout
+from lockstep.tools.check.session_launch import launch_session, run_script
 
 __all__ = ["OperatorNames", "find_unportable"]
 
@@ -113,19 +104,30 @@ def find_unportable(
     Raises:
         RankError: The script failed.
     """
-    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-        order = (script, tuple(arguments), steps, folder)
-        launch(_run_rank, order, 1, timeout=timeout, pass_rank=True)
-        found: dict[str, str] = json.loads((Path(folder) / "operators.json").read_bytes())
+    run = launch_session(_start, (script, tuple(arguments), steps), timeout=timeout)
+    if run.error is not None:
+        raise run.error
+    ((found,),) = run.values
     return [{"operator": name, "reason": reason} for name, reason in found.items()]
 
 
-def _run_rank(rank: int, script: str, arguments: Sequence[str], steps: int, name: str) -> None:
-    folder = Path(name)
-    redirect_output(log_of(folder, rank))
-    make_session = partial(CheckSession, Layout(1), steps)
-    with OperatorNames() as names:
-        run_in_session(rank, folder, "", make_session, partial(run_script, script, arguments))
-    if "torch._inductor.graph" in sys.modules:
-        names.found["torch.compile"] = "inductor generates code for the processor"
-    (folder / "operators.json").write_text(json.dumps(names.found))
+def _start(
+    record: Callable[[dict[str, str]], None],
+    folder: Path,
+    script: str,
+    arguments: Sequence[str],
+    steps: int,
+) -> tuple[CheckSession, Callable[[], None]]:
+    """Return a session that ends the script, and a function that runs it and records names."""
+
+    def run() -> None:
+        names = OperatorNames()
+        try:
+            with names:
+                run_script(script, arguments)
+        finally:
+            if "torch._inductor.graph" in sys.modules:
+                names.found["torch.compile"] = "inductor generates code for the processor"
+            record(names.found)
+
+    return CheckSession(Layout(1), steps, lambda fingerprint: None), run

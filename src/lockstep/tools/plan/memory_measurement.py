@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from lockstep.kernel.errors import RankError, UsageError
-from lockstep.launcher.launch import launch
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.target import check_target
-from lockstep.tools.check.layout_runner import (
-    describe_failure,
-    log_of,
-    read_values,
-    record_of,
-    redirect_output,
-    run_in_session,
-    run_script,
-)
+from lockstep.tools.check.session_launch import launch_session, run_script
 from lockstep.tools.plan.memory_plan import TrainingMemory
 
 __all__ = ["measure_training"]
@@ -39,17 +30,12 @@ def measure_training(
         UsageError: The script does not exist, fails, or takes too few steps with `ls.Trainer`.
     """
     check_target("script", script)
-    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as name:
-        folder = Path(name)
-        order = script, tuple(arguments), ranks, name
-        try:
-            launch(_run_rank, order, 1, timeout=timeout, pass_rank=True)
-        except RankError as error:
-            raise UsageError(
-                f"{script} could not be measured on one rank: {error}\n"
-                f"{describe_failure(error, log_of(folder, 0))}"
-            ) from None
-        measured = list(read_values(record_of(folder, 0)))
+    run = launch_session(_start, (script, tuple(arguments), ranks), timeout=timeout)
+    if run.error is not None:
+        raise UsageError(
+            f"{script} could not be measured on one rank: {run.error}\n{run.details}"
+        ) from None
+    (measured,) = run.values
     if not measured:
         raise UsageError(
             f"{script} ended before its first ls.Trainer had taken enough steps to measure its "
@@ -60,15 +46,17 @@ def measure_training(
     return training
 
 
-def _run_rank(rank: int, script: str, arguments: Sequence[str], ranks: int, name: str) -> None:
+def _start(
+    record: Callable[[TrainingMemory], None],
+    folder: Path,
+    script: str,
+    arguments: Sequence[str],
+    ranks: int,
+) -> tuple[Any, Callable[[], None]]:
+    """Return the session of the rank, and a function that runs the script."""
     from lockstep.tools.plan.memory_session import MemorySession
     from lockstep.tools.plan.meta_trainer import replace_trainer
 
-    def make_session(record: Callable[[TrainingMemory], None]) -> MemorySession:
-        session = MemorySession(record, ranks)
-        replace_trainer(session)
-        return session
-
-    folder = Path(name)
-    redirect_output(log_of(folder, rank))
-    run_in_session(rank, folder, "", make_session, partial(run_script, script, arguments))
+    session = MemorySession(record, ranks)
+    replace_trainer(session)
+    return session, partial(run_script, script, arguments)

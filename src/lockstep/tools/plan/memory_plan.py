@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate, islice
 from typing import Any
 
 from lockstep.comm.hosts.map import HostMap, find_host_nodes
 from lockstep.data.assignment import assign_microbatches, assign_nodes
 from lockstep.kernel.tree import TreeAccumulator
+from lockstep.pipeline.schedule_planner import partition_blocks
 
 __all__ = ["StoragePlan", "TrainingMemory", "choose", "count_sums", "plan_storages"]
 
@@ -161,7 +161,7 @@ def plan_storages(training: TrainingMemory, hosts: int, ranks: int) -> list[Stor
     plans.append(_plan_sharded(training, hosts, per_host, "sharded"))
     for stages in range(2, min(len(training.blocks), ranks) + 1):
         if ranks % stages == 0:
-            balance = _balance(training.blocks, stages)
+            balance = tuple(map(len, partition_blocks(training.blocks, (), stages)))
             sizes = _sum_stages(training, balance)
             local, network = _count_stage_traffic(training, balance, sizes, homes)
             share = max(sizes) / max(training.parameters, 1)
@@ -290,21 +290,3 @@ def _count_stage_traffic(
             network += -(-sent * crossing // hosts)
             local += -(-sent * (replicas - crossing) // hosts)
     return local, network
-
-
-def _balance(blocks: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Divide blocks into stages of consecutive blocks, so that the largest has the fewest bytes."""
-
-    @cache
-    def divide(first: int, stages: int) -> tuple[int, tuple[int, ...]]:
-        """Return the bytes of the largest stage of the blocks from `first`, and the counts."""
-        rest = len(blocks) - first
-        if stages == 1:
-            return sum(blocks[first:]), (rest,)
-        options = []
-        for count in range(1, rest - stages + 2):
-            largest, counts = divide(first + count, stages - 1)
-            options.append((max(largest, sum(blocks[first : first + count])), (count, *counts)))
-        return min(options)
-
-    return divide(0, stages)[1]

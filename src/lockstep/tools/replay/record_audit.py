@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from lockstep.record.columns import as_dict
 from lockstep.record.run_environment import describe_environment
-from lockstep.redaction import redact
 from lockstep.tools.replay.record_difference import RecordDifference, step_differences
 from lockstep.tools.replay.recorded_program import find_base, find_obstacles, read_program
 from lockstep.tools.replay.recorded_run import RecordedRun
@@ -124,7 +123,7 @@ def audit_record(
             steps=result.steps + len(finished),
             digests=(*result.digests, *sorted(finished.keys() & run.run.digests.keys())),
             difference=run.find_deviation(replay),
-            failure=redact(replay.failure),
+            failure=replay.failure,
         )
         if (difference := result.difference) is not None:
             request = replace(request, first=difference.step, last=difference.step)

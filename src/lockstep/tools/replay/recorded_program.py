@@ -195,7 +195,7 @@ def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[st
     obstacles += find_environment_differences(recorded, here)
     if program.kind == "recipe":
         return obstacles
-    if program.sources is None or not program.sources.is_dir():
+    if program.sources is None:
         obstacles.append("the sources of the run are not stored: today's files are run")
     return obstacles
 

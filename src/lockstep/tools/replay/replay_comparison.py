@@ -10,7 +10,6 @@ from typing import Any
 
 from lockstep.record.fingerprints import RecordedStep
 from lockstep.record.reader import Run
-from lockstep.redaction import redact
 from lockstep.tools.replay.record_difference import replay_differences
 from lockstep.tools.replay.result import Replay, ReplayedStep, ReplayRequest
 
@@ -119,7 +118,6 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Repla
 
     Secrets in the failure of the replay are redacted, as they are in records.
     """
-    replay = replace(replay, failure=redact(replay.failure))
     replayed = next((step for step in replay.steps if step.step == request.first), None)
     result = ReplayComparison(request, recorded, replay, replayed)
     if replay.is_left:

@@ -1,37 +1,22 @@
-"""Running a recorded program again: launch ranks, and collect the wanted steps.
-
-command ── launch ──> rank: session opened, output into a log, the program runs
-        <─ per rank: what it recorded, or the sentence of the first failure
-"""
+"""Running a recorded program again, and collecting the wanted steps."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.kernel.errors import RankError
-from lockstep.launcher.launch import launch
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.run_folder import RESUME, RUN
-from lockstep.launcher.signals import exiting_on_sigterm
 from lockstep.record.program import select_variables
 from lockstep.record.sources import find_named_variables
-from lockstep.tools.check.layout_runner import (
-    describe_failure,
-    log_of,
-    read_values,
-    record_of,
-    redirect_output,
-    run_in_session,
-)
+from lockstep.redaction import redact
+from lockstep.tools.check.session_launch import launch_session
 from lockstep.tools.replay.recorded_program import Base, Program
 from lockstep.tools.replay.result import Replay, ReplayedStep, ReplayRequest
 from lockstep.tools.replay.stored_sources import StoredSources
@@ -49,33 +34,14 @@ def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
         base: The checkpoint, or the beginning.
         request: The steps and the number of ranks.
     """
-    with exiting_on_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
-        folder = Path(name)
-        begun = time.monotonic()
-        details = ""
-        is_left = False
-        try:
-            _launch(program, base, request, folder)
-            failure = ""
-        except RankError as error:
-            failure = str(error)
-            is_left = error.exception == DEBUGGER_LEFT
-            details = describe_failure(error, log_of(folder, error.rank or 0))
-        seconds = time.monotonic() - begun
-        steps = list(read_values(record_of(folder, 0)))
-        if not failure and len(steps) != request.last + 1 - request.first:
-            failure = f"the program ended before step {request.last} was finished"
-        return Replay(steps, base.steps, seconds, failure, details, is_left)
-
-
-def _launch(program: Program, base: Base, request: ReplayRequest, folder: Path) -> None:
-    """Run the ranks to their end; raise RankError if one failed.
-
-    Under the debugger, the only rank has this terminal.
-    """
     with _environment(program):
-        order = (program, base, request, str(folder))
-        launch(_run_rank, order, request.ranks, pass_rank=True)
+        order = (program, base, request)
+        run = launch_session(_start, order, request.ranks, has_terminal=request.debug)
+    steps, failure = run.values[0], "" if run.error is None else str(run.error)
+    is_left = run.error is not None and run.error.exception == DEBUGGER_LEFT
+    if not failure and len(steps) != request.last + 1 - request.first:
+        failure = f"the program ended before step {request.last} was finished"
+    return Replay(steps, base.steps, run.seconds, redact(failure), run.details, is_left)
 
 
 @contextlib.contextmanager
@@ -88,7 +54,7 @@ def _environment(program: Program) -> Iterator[None]:
     before = dict(os.environ)
     here, recorded = select_variables(before), program.environ
     sources: Iterable[bytes] = ()
-    if program.sources is not None and program.sources.is_dir():
+    if program.sources is not None:
         sources = StoredSources(program.sources).contents()
     for name in (*here, *find_named_variables(sources, before), RUN, RESUME):
         os.environ.pop(name, None)
@@ -103,19 +69,19 @@ def _environment(program: Program) -> Iterator[None]:
 # --- on a rank ------------------------------------------------------------------------------
 
 
-def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, name: str) -> None:
-    """Run the program in this process, and record the wanted steps."""
+def _start(
+    record: Callable[[ReplayedStep], None],
+    folder: Path,
+    program: Program,
+    base: Base,
+    request: ReplayRequest,
+) -> tuple[Any, Callable[[], None]]:
+    """Return the session of a rank, and a function that runs the program."""
     from lockstep.tools.replay.replay_session import ReplaySession
 
-    folder = Path(name)
-    if not request.debug:
-        redirect_output(log_of(folder, rank))
-
-    def make_session(record: Callable[[ReplayedStep], None]) -> ReplaySession:
-        return ReplaySession(request, (program.launch, program.trainer), base, record)
-
-    run = partial(_run_program, program, folder)
-    run_in_session(rank, folder, "", make_session, run)
+    trainer = program.launch, program.trainer
+    session = ReplaySession(request, trainer, base.checkpoint, record)
+    return session, partial(_run_program, program, folder)
 
 
 def _run_program(program: Program, folder: Path) -> None:
@@ -128,7 +94,7 @@ def _run_program(program: Program, folder: Path) -> None:
         _run_recipe(program.options, folder)
         return
     sources = None
-    if program.sources is not None and program.sources.is_dir():
+    if program.sources is not None:
         sources = StoredSources(program.sources)
         sources.install()
     if program.torch_seed is not None:  # the recorded initial seed, for a program that sets none

@@ -21,7 +21,6 @@ from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.rank_process import get_launch_number
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.pipeline.partitioner import PipelineConfig
-from lockstep.tools.replay.recorded_program import Base
 from lockstep.tools.replay.result import ReplayedStep, ReplayRequest
 from lockstep.tools.replay.single_microbatch import LoneMicrobatch
 from lockstep.training.trainer_hooks import (
@@ -41,7 +40,7 @@ class ReplaySession:
         request: The steps that are wanted.
         trainer: The trainer that they belong to: the index of the call of `ls.launch` in the
             program (None outside of such a call), and the index of the trainer in that call.
-        base: The state from which the replay begins.
+        checkpoint: The checkpoint from which the replay begins; None for the beginning.
         record: Called with each wanted step; the same on every rank except for fingerprints.
     """
 
@@ -49,11 +48,11 @@ class ReplaySession:
         self,
         request: ReplayRequest,
         trainer: tuple[int | None, int],
-        base: Base,
+        checkpoint: Path | None,
         record: Callable[[ReplayedStep], None],
     ) -> None:
         self.request, self.record = request, record
-        self.trainer, self._base = trainer, base
+        self.trainer, self._checkpoint = trainer, checkpoint
         self._counts: Counter[int | None] = Counter()  # trainers per call of `launch`
 
     def options(
@@ -69,7 +68,7 @@ class ReplaySession:
         self._counts[launch] += 1
         if (launch, number) != self.trainer:
             return UnobservedTrainer()
-        return ReplayedTrainer(self, trainer, self._base.checkpoint)
+        return ReplayedTrainer(self, trainer, self._checkpoint)
 
     def record_unfinished(self) -> None:
         """Do nothing: a step that fails has no results."""
