@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lockstep.checkpoint.folder import read_checkpoint
 from lockstep.checkpoint.save_schedule import Stateful
@@ -34,7 +31,7 @@ from lockstep.training.call_journal import OpenEpoch
 from lockstep.training.compatibility import log_continued, log_resumed
 from lockstep.training.last_safe_state import read_newest_state
 from lockstep.training.repeated_work import count_repeated_steps, measure_repeated_work
-from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
+from lockstep.training.run_checkpoints import RunCheckpoints, collect_objects
 from lockstep.training.run_record import RunRecord
 from lockstep.training.safe_points import SafePoints
 from lockstep.training.script_position import ScriptPosition
@@ -120,7 +117,12 @@ class ResumableRun:
                 self._continue_round(self._origin, layout)
             if self._position.resumed_from is not None or place is None:
                 return  # a script that calls resume did so in the first round
-        checkpoints = self._require("resume")
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            raise UsageError(
+                "trainer.resume() needs the folder and the objects of checkpoints: pass "
+                "checkpoint=ls.CheckpointConfig() to the trainer"
+            )
         checkpoints.select(place)
         differences: list[str] = []
         steps, epochs, backlog = 0, 0, list[Any]()
@@ -150,20 +152,17 @@ class ResumableRun:
         )
         self._position.continue_from_here()
 
-    def replay_from(
-        self, path: Path, stateful: Mapping[str, Stateful], device: torch.device
-    ) -> None:
+    def replay_from(self, path: Path, stateful: Mapping[str, Stateful]) -> None:
         """Answer the script's calls up to a checkpoint as `resume` does, and write nothing.
 
         Args:
             path: The path of the checkpoint.
             stateful: The registered objects, by name.
-            device: The device of the trainer.
         """
         state = read_checkpoint(path)
         self._position.load(state)
         self._position.resumed_from = state["steps"]
-        self._position.restore_objects = partial(restore_objects, stateful, device=device)
+        self._position.stateful = stateful
         self._position.continue_from_here()
 
     def _continue_round(self, origin: RestartSource, layout: Mapping[str, Any]) -> None:
@@ -174,7 +173,6 @@ class ResumableRun:
         steps = 0 if state is None else state["steps"]
         if state is not None:
             self._position.load(state)
-            self._restore_generators()
             self._position.resumed_from = steps
         if checkpoints is not None:
             checkpoints.open_loggers()
@@ -194,11 +192,6 @@ class ResumableRun:
             "undone": measure_repeated_work(origin, state, self._history.find_run_folder()),
         }
         self._position.continue_from_here()
-
-    def _restore_generators(self) -> None:
-        """Restore only the generators with the state, since no objects are registered."""
-        device = self._parallel.device
-        self._position.restore_objects = partial(restore_objects, {}, device=device)
 
     def begin(self) -> None:
         """Begin the run with the script's first call, unless it is resumed."""
@@ -243,10 +236,9 @@ class ResumableRun:
         state |= {"folder": self.record.agreed, "resumed_from": self._position.resumed_from}
         state |= {"saved": (self.safe_points.saves, self._position.saved), "is_in_memory": True}
         state["generators"] = global_states(self._parallel.device)
-        if self._checkpoints is None:
-            return state | {"stateful": {}}
-        objects, plans = self._checkpoints.collect_objects(), self._checkpoints.plans
-        return state | {"stateful": objects, "plans": plans}
+        state["stateful"] = collect_objects(self._position.stateful)
+        state["plans"] = None if self._checkpoints is None else self._checkpoints.plans
+        return state
 
     def receive_state(self, state: dict[str, Any]) -> None:
         """Continue from a state that `collect_state` returned on another rank."""
@@ -256,8 +248,6 @@ class ResumableRun:
         self.safe_points.saves, self._position.saved = state["saved"]
         if self._checkpoints is not None:
             self._checkpoints.adopt(Path(folder), name, state["plans"])
-        else:
-            self._restore_generators()
 
     # --- the script's calls -----------------------------------------------------------------
 
@@ -406,11 +396,3 @@ class ResumableRun:
         if self._checkpoints is None:
             self.begin()
         return self.safe_points.finish(state)
-
-    def _require(self, call: str) -> RunCheckpoints:
-        if self._checkpoints is None:
-            raise UsageError(
-                f"trainer.{call}() needs the folder and the objects of checkpoints: pass "
-                "checkpoint=ls.CheckpointConfig() to the trainer"
-            )
-        return self._checkpoints

@@ -21,7 +21,6 @@ from lockstep.comm.collectives import broadcast_bytes, send_tensors
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.data.loader import Batches
 from lockstep.elastic.membership import Membership, Round
-from lockstep.kernel.step_context import Attempt
 from lockstep.training.parallel_setup import find_hosts
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.whole_model import WholeModelExecutor
@@ -100,8 +99,7 @@ class RoundEntry:
         self._executor.enter_group()
         for batches in self._batches:
             batches.enter_share(parallel.share, new.rank)
-        position = self._position
-        position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
+        self._position.begin_round()
         if new.rank == 0 and not was_rank0:
             self._promote()
             self._history.write_missing(self._history.take_backlog())

@@ -125,10 +125,6 @@ class RunCheckpoints:
         self._is_successor = True
         remove_incomplete(self.folder)
 
-    def collect_objects(self) -> dict[str, Any]:
-        """Return the states of the registered objects."""
-        return collect_objects(self._config.stateful)
-
     def select(self, place: str | Path | None) -> None:
         """Use the folder of the run that `place` belongs to; called on every rank.
 
@@ -235,7 +231,7 @@ class RunCheckpoints:
         Args:
             local: This rank's state of the model and the optimizer.
         """
-        stateful = self.collect_objects()
+        stateful = collect_objects(self.stateful)
         for name, value in {**local, "stateful": stateful}.items():
             encode(value, {}, name)
 
@@ -261,7 +257,7 @@ class RunCheckpoints:
             begun: The time of `time.perf_counter` at which training began to wait.
         """
         generators = global_states(self._parallel.device)
-        objects = self.collect_objects()
+        objects = collect_objects(self.stateful)
         # A trainer has measured times in its state, and compares the rest by itself.
         compared = {n: v for n, v in objects.items() if not hasattr(self.stateful[n], "_run")}
         named = generators | {f"stateful[{name!r}]": value for name, value in compared.items()}
@@ -431,9 +427,8 @@ class RunCheckpoints:
                 f"{', '.join(path.name for path in renamed)}; remove them if you do not need them"
             )
 
-    def restore(self, state: Mapping[str, Any], steps: int) -> None:
-        """Restore the registered objects and the generators."""
-        restore_objects(self._config.stateful, state, self._parallel.device)
+    def note_restored(self, steps: int) -> None:
+        """Note that the state of a checkpoint was restored, from which the next one is counted."""
         self._schedule.saved(steps, time.monotonic())
 
     def _tell_all(self, function: Callable[[], str]) -> str:

@@ -218,8 +218,7 @@ class SafePoints(StepHook):
             run: The run, by which its trainer is found among the registered objects of others.
         """
         assert self._member is not None, "only members of an elastic run hand over"
-        stateful = {} if self._checkpoints is None else self._checkpoints.stateful
-        state = self._position.state
+        state, stateful = self._position.state, self._position.stateful
         self._safe_state = LastSafeState(self._member, state, stateful, run)
         self.is_logged = True
 

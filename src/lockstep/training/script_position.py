@@ -9,12 +9,12 @@ where the interrupted script was.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 from lockstep.checkpoint.folder import refusing_misfits
-from lockstep.kernel.step_context import Attempt
+from lockstep.checkpoint.save_schedule import Stateful
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.training.call_journal import CallJournal, OpenEpoch
 from lockstep.training.compatibility import (
@@ -22,7 +22,7 @@ from lockstep.training.compatibility import (
     find_differences,
     require_same_training,
 )
-from lockstep.training.run_checkpoints import RunCheckpoints
+from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
 from lockstep.training.state import TrainingState
 
 __all__ = ["ScriptPosition"]
@@ -41,8 +41,7 @@ class ScriptPosition:
         has_joined: Whether this process has joined a running elastic run.
         resumed_from: The number of steps that the training was resumed after; None if it was not.
         saved: The steps and the size of the log in the latest checkpoint.
-        restore_objects: The function that restores registered objects and generators; None: the
-            checkpoints do.
+        stateful: The objects that are registered with the trainer, by name.
         round_line: The fields of the record's line of a round, which is written after the state is
             restored.
         is_state_transferred: Whether another process of the run has handed over the state.
@@ -60,7 +59,7 @@ class ScriptPosition:
         self.has_joined = self.is_state_transferred = False
         self.resumed_from: int | None = None
         self.saved = (-1, -1)
-        self.restore_objects: Callable[[Mapping[str, Any]], None] | None = None
+        self.stateful: Mapping[str, Stateful] = {} if checkpoints is None else checkpoints.stateful
         self.round_line: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None  # until the script reaches it
 
@@ -120,15 +119,13 @@ class ScriptPosition:
                 self.state.load_local(state)
                 self.state.load_settings(state)
                 self.state.load_position(state)
+            restore_objects(self.stateful, state, self.state.parallel.device)
             if self._checkpoints is not None:
-                self._checkpoints.restore(state, state["steps"])
-            elif self.restore_objects is not None:
-                self.restore_objects(state)
+                self._checkpoints.note_restored(state["steps"])
             if not state.get("is_in_memory"):
                 self.saved = state["steps"], self.log.size
-            if self.has_joined:  # all ranks count attempts from the beginning of the round
-                position = self.state.position
-                position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
+            if self.has_joined:
+                self.state.position.begin_round()
         if self.round_line:
             line, self.round_line = self.round_line, {}
             self.state.history.write("round", **line, continued=time.time())

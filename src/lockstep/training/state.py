@@ -53,6 +53,10 @@ class Position:
     next_epoch: int = 0
     finished: tuple[Any, int, int] | None = None
 
+    def begin_round(self) -> None:
+        """Count attempts from the beginning of a round of an elastic run, as all ranks do."""
+        self.attempt = Attempt(self.attempt.trainer, self.steps, -1)
+
 
 _trainers = 0  # made so far, by this rank or by others of its worlds
 

@@ -284,7 +284,7 @@ class Trainer:
         if session is not None:
             observer = session.attach(self._observed())
             if stateful is not None and (path := observer.checkpoint) is not None:
-                self._run.replay_from(path, stateful, self.parallel.device)
+                self._run.replay_from(path, stateful)
             hooks.append(Observation(observer, self._executor.position))
         optimizer_step = OptimizerStep(
             self.parallel,
