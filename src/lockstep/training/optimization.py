@@ -45,6 +45,9 @@ class Optimization:
         configs: The optimizers with their groups and schedulers.
         average: The average of the weights; None: there is none.
         device: The device of the parameters.
+
+    Attributes:
+        names: The names of the model's parameters.
     """
 
     def __init__(
@@ -56,10 +59,10 @@ class Optimization:
     ) -> None:
         self.module, self.average = module, average
         self.optimizers = make_optimizers(configs, module)
-        self._names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
+        self.names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         sparse = sparse_weights(module.modules())
         for optimizer in self.optimizers:
-            require_complete_state(optimizer, self._names, sparse, device)
+            require_complete_state(optimizer, self.names, sparse, device)
         self.optimizer = (
             self.optimizers[0] if len(configs) == 1 else CombinedOptimizer(self.optimizers)
         )
@@ -82,7 +85,7 @@ class Optimization:
         """The storage of the parameters, as the argument of `Trainer` names it."""
         if self.sharded is not None:
             return "shared"
-        sharded: Any = next(filter(is_sharded, self._names), None)
+        sharded: Any = next(filter(is_sharded, self.names), None)
         if sharded is None:
             return "replicated"
         return name_storage(sharded.device_mesh)
@@ -115,7 +118,7 @@ class Optimization:
         """
         self.is_split = stages > 1 or is_shared or shards > 0
         for optimizer in self.optimizers if shards else ():
-            require_shardable(optimizer, self._names, shards)
+            require_shardable(optimizer, self.names, shards)
         if is_shared and len(self.optimizers) > 1:
             raise LayoutError(
                 'storage="shared" steps one optimizer, and this trainer has '
@@ -159,7 +162,7 @@ class Optimization:
         entries: Description = {}
         for number, schedule in enumerate(self.schedules):
             suffix = "" if len(self.schedules) == 1 else f"[{number}]"
-            entries |= describe_optimizer(f"optimizer{suffix}", schedule.optimizer, self._names)
+            entries |= describe_optimizer(f"optimizer{suffix}", schedule.optimizer, self.names)
             entries |= describe(f"scheduler{suffix}", schedule.scheduler)
             entries[f"restore_schedule{suffix}"] = str(schedule.is_restored)
         return entries
@@ -176,22 +179,20 @@ class Optimization:
             return self.sharded.parameters
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
         """Return the optimizer's tensors by name, such as "conv.weight/exp_avg"."""
         if self.sharded is not None:
-            return self.sharded.tensors(names)
-        return name_optimizer_tensors(self.optimizer, names)
+            return self.sharded.tensors(self.names)
+        return name_optimizer_tensors(self.optimizer, self.names)
 
     def local_state(self) -> dict[str, Any]:
         """Return the state of this rank's parameters, by names such as "conv.weight/exp_avg".
 
         The average of a parameter is named "conv.weight/average".
         """
-        here = {name for parameter, name in self._names.items() if not parameter.is_meta}
+        here = {name for parameter, name in self.names.items() if not parameter.is_meta}
         tensors = {
-            name: value
-            for name, value in self.tensors(self._names).items()
-            if name.rpartition("/")[0] in here
+            name: value for name, value in self.tensors().items() if name.rpartition("/")[0] in here
         }
         if self.average is not None:
             tensors |= {

@@ -124,9 +124,7 @@ class TrainingState:
         self.module, self.optimization, self.parallel = module, optimization, parallel
         self.executor, self.history = executor, history
         self.position = position
-        self._names: dict[torch.Tensor, str] = {
-            tensor: name for name, tensor in module.named_parameters()
-        }
+        self._names = optimization.names
         average = optimization.average
         parts = {"model": module} | parallel.other_modules() | {"loss": parallel.loss}
         parts |= {} if average is None else {"ema_model": average.module}
@@ -224,13 +222,8 @@ class TrainingState:
         """Return the SHA-256 over the optimizer's state."""
         self._require_whole()
         if self.placement is None:
-            return digest(self.optimization.tensors(self._names))
-        optimizer = self.optimization.optimizer
-        order = [
-            self._names[parameter]
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+            return digest(self.optimization.tensors())
+        order = self._order()
         return digest(
             {
                 f"{order[index]}/{entry}": value
