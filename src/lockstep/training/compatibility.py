@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import nn
 
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.elastic.restart_source import RestartSource
@@ -28,10 +27,10 @@ from lockstep.launcher.run_folder import CHECKPOINTS, command_words, find_launch
 from lockstep.launcher.world import world
 from lockstep.messages import log
 from lockstep.model.call_site import class_name
-from lockstep.model.parallel_context import ParallelContext
 from lockstep.record.program import describe_program
 from lockstep.record.run_environment import describe_environment, find_environment_differences
 from lockstep.record.sources import find_sources
+from lockstep.training.state import TrainingState
 
 __all__ = [
     "describe_run",
@@ -131,30 +130,15 @@ def describe_training(settings: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def describe_run(
-    module: nn.Module,
-    parallel: ParallelContext,
-    seed: int,
-    trainer: int,
-    storage: str,
-    optimizer: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the fields of the record's first line.
-
-    Args:
-        module: The model.
-        parallel: The layout.
-        seed: The trainer's seed.
-        trainer: The number of the trainer in the program.
-        storage: The storage of the parameters.
-        optimizer: The classes of the optimizers and their options.
-    """
+def describe_run(state: TrainingState) -> dict[str, Any]:
+    """Return the fields of the record's first line."""
+    module, parallel, optimization = state.module, state.parallel, state.optimization
     return {
         "command": command_words(os.environ, sys.argv),
         "program": describe_program(),
-        "seed": seed,
+        "seed": state.position.seed,
         "torch_seed": torch.initial_seed(),  # a random one if the program sets none
-        "trainer": trainer,
+        "trainer": state.position.attempt.trainer,
         "layout": {
             "world_size": world().world_size,
             "replicas": parallel.replicas,
@@ -163,7 +147,7 @@ def describe_run(
             "threads": parallel.threads,
             "backend": world().backend,
             "device": str(world().device),
-            "storage": storage,
+            "storage": optimization.storage,
         },
         "environment": describe_environment(),
         "model": {
@@ -171,7 +155,7 @@ def describe_run(
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "buffers": sum(buffer.numel() for buffer in module.buffers()),
         },
-        "optimizer": optimizer,
+        "optimizer": optimization.options(),
     }
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from lockstep.checkpoint.folder import read_checkpoint
 from lockstep.checkpoint.save_schedule import Stateful
 from lockstep.data.content_hash import hash_content
@@ -28,7 +30,7 @@ from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import log
 from lockstep.model.generator_states import global_states
 from lockstep.training.call_journal import OpenEpoch
-from lockstep.training.compatibility import log_continued, log_resumed
+from lockstep.training.compatibility import describe_run, log_continued, log_resumed
 from lockstep.training.last_safe_state import read_newest_state
 from lockstep.training.repeated_work import count_repeated_steps, measure_repeated_work
 from lockstep.training.run_checkpoints import RunCheckpoints, collect_objects
@@ -105,16 +107,15 @@ class ResumableRun:
         """Whether this process was launched to continue a training."""
         return self._origin is not None or (self._checkpoints is not None and is_resuming())
 
-    def resume(self, place: str | Path | None, layout: Mapping[str, Any]) -> None:
+    def resume(self, place: str | Path | None) -> None:
         """Find and load a checkpoint, and answer the script's calls up to where it was saved.
 
         Args:
             place: The path of a checkpoint or of a run; None: this run.
-            layout: The record's description of this process and its layout.
         """
         if self._origin is not None:
             if not self.has_begun:
-                self._continue_round(self._origin, layout)
+                self._continue_round(self._origin)
             if self._position.resumed_from is not None or place is None:
                 return  # a script that calls resume did so in the first round
         checkpoints = self._checkpoints
@@ -148,7 +149,7 @@ class ResumableRun:
             epochs=epochs,
             checkpoint=None if path is None else str(path),
             differences=differences,
-            **layout,
+            **describe_run(self.state),
         )
         self._position.continue_from_here()
 
@@ -165,7 +166,7 @@ class ResumableRun:
         self._position.stateful = stateful
         self._position.continue_from_here()
 
-    def _continue_round(self, origin: RestartSource, layout: Mapping[str, Any]) -> None:
+    def _continue_round(self, origin: RestartSource) -> None:
         """Continue from the state of the last round, or from the beginning if there is none."""
         checkpoints, number = self._checkpoints, self.state.position.attempt.trainer
         rows = self.state.find_rows()
@@ -188,7 +189,7 @@ class ResumableRun:
         self._position.round_line = origin.describe_round() | {
             "step": steps,
             "epochs": state["history"]["epochs"] if state is not None else 0,
-            "world_size": layout["layout"]["world_size"],
+            "world_size": dist.get_world_size(),
             "undone": measure_repeated_work(origin, state, self._history.find_run_folder()),
         }
         self._position.continue_from_here()

@@ -708,7 +708,7 @@ class Trainer:
             FileError: Every checkpoint is damaged.
         """
         if not self._is_in_session:
-            self._run.resume(place, self._describe_run())
+            self._run.resume(place)
 
     def __enter__(self) -> Trainer:
         """Return itself."""
@@ -732,7 +732,7 @@ class Trainer:
         self.parallel.is_recorded |= bool(loggers)
         if loggers:
             self._end.end_at_exit(loggers)
-            self.history.write("run", **self._describe_run())
+            self.history.write("run", **describe_run(self._state))
 
     def _observed(self) -> ObservedTrainer:
         return ObservedTrainer(
@@ -757,11 +757,6 @@ class Trainer:
         if self.parallel.rank == rank:
             log(reason)
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def _describe_run(self) -> dict[str, Any]:
-        number, optimization = self._position.attempt.trainer, self._optimization
-        optimizer = optimization.storage, optimization.options()
-        return describe_run(self.module, self.parallel, self.seed, number, *optimizer)
 
     def _promote(
         self, loggers: LoggerLike | Sequence[LoggerLike] | None, progress: bool | None
