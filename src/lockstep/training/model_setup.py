@@ -152,14 +152,7 @@ def set_up_model(
         name: metric for name, metric in metrics.items() if not isinstance(metric, DatasetMetric)
     }
     executor, state_check = _build_executor(
-        parallel,
-        called,
-        module,
-        partitioner,
-        optimization,
-        own_metrics,
-        seed,
-        is_shared,
+        parallel, called, partitioner, optimization, own_metrics, seed, is_shared
     )
     checks: list[StepHook] = [hyperparameters] if hyperparameters.is_needed else []
     checks.append(state_check)
@@ -213,7 +206,6 @@ def _check_is_model(model: object) -> None:
 def _build_executor(
     parallel: ParallelContext,
     model: nn.Module,
-    module: nn.Module,
     partitioner: Partitioner,
     optimization: Optimization,
     metrics: Mapping[str, Metric],
@@ -225,15 +217,14 @@ def _build_executor(
     Args:
         parallel: The layout.
         model: The model as it is called, possibly compiled.
-        module: The model without the compiler's wrapper.
         partitioner: The partitioner of the model into stages.
         optimization: The optimizer. If `shared`, its parameters and state move to shared memory.
         metrics: Functions of (outputs, targets) by name.
         seed: The trainer's seed.
         shared: Whether the ranks share one copy of the parameters.
     """
+    module, average = optimization.module, optimization.average
     if parallel.stages > 1:
-        average = optimization.average
         copies = [] if average is None else [average.module]
         held = HeldParameters(
             {"": module} | parallel.loss_module(),

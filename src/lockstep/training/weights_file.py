@@ -266,21 +266,17 @@ def _give_memory(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
                 f"the buffer {name} is on the meta device, and weights do not contain it: build "
                 "it with memory, for instance by torch.zeros(..., device='cpu')"
             )
-    sharded = next((tensor for tensor in saved.values() if is_sharded(tensor)), None)
+    sharded: Any = next((tensor for tensor in saved.values() if is_sharded(tensor)), None)
     if not any(tensor.is_meta for tensor in saved.values()):
         return
     if sharded is None:
         materialize(model, "cpu")
         return
     kept = {name: buffer.clone() for name, buffer in others.items()}
-    model.to_empty(device=_mesh_of(sharded).device_type)  # which empties all tensors
+    model.to_empty(device=sharded.device_mesh.device_type)  # which empties all tensors
     for name, buffer in model.named_buffers():
         if name in kept:
             buffer.copy_(kept[name])
-
-
-def _mesh_of(tensor: Any) -> Any:
-    return tensor.device_mesh
 
 
 def _read(reader: Any, name: str, tensor: torch.Tensor, file: Path) -> None:
