@@ -162,7 +162,7 @@ def test_optimizer_state_is_named_after_the_parameters():
     optimizer = torch.optim.Adam([weight])
     weight.sum().backward()
     optimizer.step()
-    assert set(name_optimizer_tensors(optimizer, {weight: "layer.weight"})) == {
+    assert set(name_optimizer_tensors({"layer.weight": optimizer.state[weight]})) == {
         "layer.weight/step",
         "layer.weight/exp_avg",
         "layer.weight/exp_avg_sq",

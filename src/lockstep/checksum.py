@@ -154,18 +154,19 @@ def _named_tensors(state: object) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def name_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
-) -> dict[str, Any]:
-    """Return the optimizer's state under its parameters' names, such as "conv.weight/exp_avg".
+def name_optimizer_tensors(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of an optimizer's state by name, such as "conv.weight/exp_avg".
 
     The members of a list are named "conv.weight/factors[0]".
+
+    Args:
+        states: The state of each parameter, by the parameter's name.
     """
     return {
         name: member
-        for parameter, state in optimizer.state.items()
+        for parameter, state in states.items()
         for entry, value in state.items()
-        for name, member in _members(f"{names[parameter]}/{entry}", value)
+        for name, member in _members(f"{parameter}/{entry}", value)
     }
 
 

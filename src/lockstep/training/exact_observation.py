@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lockstep.checksum import digest
+from lockstep.checksum import digest, name_optimizer_tensors
 from lockstep.kernel.errors import LayoutError
 from lockstep.kernel.step_context import Attempt, Position, StepContext
 from lockstep.kernel.step_hooks import StepResult
@@ -103,9 +103,9 @@ class ExactObservation:
         named = self._model.module.named_parameters()
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
         return {
-            f"{names[parameter]}/{entry}": value
+            name: value
             for optimizer in self._optimizers
             for parameter, state in optimizer.state.items()
             if parameter in names
-            for entry, value in state.items()
+            for name, value in name_optimizer_tensors({names[parameter]: state}).items()
         }

@@ -181,9 +181,8 @@ class Optimization:
 
     def tensors(self) -> dict[str, Any]:
         """Return the optimizer's tensors by name, such as "conv.weight/exp_avg"."""
-        if self.sharded is not None:
-            return self.sharded.tensors(self.names)
-        return name_optimizer_tensors(self.optimizer, self.names)
+        states = self.optimizer.state if self.sharded is None else self.sharded.states()
+        return name_optimizer_tensors({self.names[p]: state for p, state in states.items()})
 
     def local_state(self) -> dict[str, Any]:
         """Return the state of this rank's parameters, by names such as "conv.weight/exp_avg".

@@ -287,13 +287,9 @@ class ShardedOptimizer:
         """The whole parameters in the order in which the state dict numbers them."""
         return [self._parameters[index] for numbers in self._groups for index in numbers]
 
-    def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-        """Return the whole state by names such as "conv.weight/exp_avg"."""
-        return {
-            f"{names[self._parameters[index]]}/{key}": value
-            for index in self.stepped
-            for key, value in self._read_state(index).items()
-        }
+    def states(self) -> dict[Any, dict[str, Any]]:
+        """Return the whole state of each parameter, as the attribute `state` of an optimizer."""
+        return {self._parameters[index]: self._read_state(index) for index in self.stepped}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the optimizer, as if it had stepped the whole parameters."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.checkpoint.shards import Rows, split_shards
-from lockstep.checksum import digest
+from lockstep.checksum import digest, name_optimizer_tensors
 from lockstep.comm.collectives import all_reduce_messages
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import UsageError
@@ -223,14 +223,8 @@ class TrainingState:
         self._require_whole()
         if self.placement is None:
             return digest(self.optimization.tensors())
-        order = self._order()
-        return digest(
-            {
-                f"{order[index]}/{entry}": value
-                for index, state in self.optimizer_state()["state"].items()
-                for entry, value in state.items()
-            }
-        )
+        order, states = self._order(), self.optimizer_state()["state"]
+        return digest(name_optimizer_tensors({order[n]: state for n, state in states.items()}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, which any layout can load."""
