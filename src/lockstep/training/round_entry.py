@@ -56,7 +56,7 @@ class RoundEntry:
         self._position, self._history = state.position, state.history
         self._promote = promote
         self._batches: WeakSet[Batches] = WeakSet()
-        run.safe_points.take_part(run)
+        run.safe_points.take_part(member, run)
         member.enroll(self)
 
     def follow(self, batches: Batches) -> None:

@@ -211,15 +211,15 @@ class SafePoints(StepHook):
 
     # --- handing over -------------------------------------------------------------------------
 
-    def take_part(self, run: object) -> None:
+    def take_part(self, member: Membership, run: object) -> None:
         """Prepare to hand over the state, as a member of an elastic run.
 
         Args:
+            member: This process.
             run: The run, by which its trainer is found among the registered objects of others.
         """
-        assert self._member is not None, "only members of an elastic run hand over"
         state, stateful = self._position.state, self._position.stateful
-        self._safe_state = LastSafeState(self._member, state, stateful, run)
+        self._safe_state = LastSafeState(member, state, stateful, run)
         self.is_logged = True
 
     @property
