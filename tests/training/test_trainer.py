@@ -469,6 +469,17 @@ def test_a_state_of_another_seed_is_refused():
         other.load_state_dict(state)
 
 
+@pytest.mark.usefixtures("world_of_one")
+def test_a_checkpoint_of_another_seed_is_refused(tmp_path):
+    checkpoint = ls.CheckpointConfig(folder=tmp_path / "run")
+    with classifier(seed=1, checkpoint=checkpoint) as trainer:
+        trainer.step(rows()[:8])
+    other = classifier(seed=2, checkpoint=checkpoint)
+    with pytest.raises(UsageError, match="the checkpoint was saved with seed=1, this trainer has"):
+        other.resume()
+    other.finish("failed")
+
+
 # --- the record ---------------------------------------------------------------------------
 
 

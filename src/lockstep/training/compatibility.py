@@ -61,15 +61,9 @@ def require_same_training(saved: Mapping[str, Any], here: Mapping[str, Any]) -> 
     """Raise UsageError if a checkpoint cannot be continued by this trainer with the same bits.
 
     Args:
-        saved: The state of the checkpoint: "seed", "microbatches", "settings".
+        saved: The state of the checkpoint, with its "settings".
         here: The same of this trainer.
     """
-    for name in ("seed", "microbatches"):
-        if saved[name] != here[name]:
-            raise UsageError(
-                f"the checkpoint was saved with {name}={saved[name]}, this trainer has "
-                f"{name}={here[name]}; resuming would give different bits"
-            )
     theirs, ours = saved["settings"], here["settings"]
     for entry in {**ours, **theirs}:
         before, now = theirs.get(entry), ours.get(entry)

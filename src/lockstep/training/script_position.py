@@ -93,7 +93,8 @@ class ScriptPosition:
 
     def load(self, state: dict[str, Any]) -> list[str]:
         """Load a checkpoint's state and its log of calls; return the differences as sentences."""
-        here = self.state.position_state() | self.training
+        here = self.training
+        self.state.require_same_bits(state, "checkpoint")
         require_same_training(state, here)
         with refusing_misfits("the state of the checkpoint"):
             self.log.load_state_dict(state["script"])

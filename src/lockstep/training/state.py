@@ -244,17 +244,26 @@ class TrainingState:
         Raises:
             UsageError: It was saved with another seed or number of micro-batches.
         """
-        here = self.position_state()
-        for name in ("seed", "microbatches"):
-            if state[name] != here[name]:
-                raise UsageError(
-                    f"the state was saved with {name}={state[name]}, this trainer has "
-                    f"{name}={here[name]}; resuming would give different bits"
-                )
+        self.require_same_bits(state, "state")
         self._load_tensors(state)
         self.load_settings(state)
         self.load_position(state)
         self.position.next_epoch = state["epoch"] + (not self.history.is_inside_epoch)
+
+    def require_same_bits(self, saved: Mapping[str, Any], what: str) -> None:
+        """Raise UsageError if a state was saved with another seed or number of micro-batches.
+
+        Args:
+            saved: The state.
+            what: What was saved, for the message.
+        """
+        here = self.position_state()
+        for name in ("seed", "microbatches"):
+            if saved[name] != here[name]:
+                raise UsageError(
+                    f"the {what} was saved with {name}={saved[name]}, this trainer has "
+                    f"{name}={here[name]}; resuming would give different bits"
+                )
 
     def load_settings(self, state: Mapping[str, Any]) -> None:
         """Restore what the script had changed in the modules, once it is where the state was saved.
