@@ -305,10 +305,6 @@ def test_what_was_not_completed_is_removed_and_nothing_else(folder):
     left = {path.name for path in folder.iterdir()}
     assert left == {"step-2", "step-4", "step-10", ".step-x", "mine"}
     remove_incomplete(folder / "missing")
-    for name in (".best.7", ".best.7.x", ".bests.7"):
-        (folder / name).mkdir()
-    remove_incomplete(folder, "best")
-    assert {path.name for path in folder.iterdir()} == left | {".best.7.x", ".bests.7"}
 
 
 def test_checkpoints_of_what_is_not_continued_are_set_aside(folder, tmp_path):

@@ -53,7 +53,7 @@ def test_cut_goes_through_nested_data() -> None:
         "weight": torch.tensor(3.0),
         "nothing": None,
     }
-    (first, second) = split_batch(batch, WHOLE[2], epoch=4).microbatches
+    (first, second) = split_batch(batch, WHOLE[2]).microbatches
     assert second.data["pair"].image.tolist() == [3, 4]
     assert isinstance(second.data["pair"], Pair)
     assert second.data["pair"].label.tolist() == [3, 4]

@@ -316,19 +316,13 @@ def set_aside_newer(folder: Path, used: Path, step: int) -> list[Path]:
     return renamed
 
 
-def remove_incomplete(folder: Path, name: str | None = None) -> None:
-    """Remove incomplete checkpoints of interrupted runs; call it while no process writes here.
-
-    Args:
-        folder: A folder of checkpoints, or the parent folder of a checkpoint at a user's path.
-        name: The name of that checkpoint. None: all incomplete ones.
-    """
-    aside = INCOMPLETE if name is None else re.compile(rf"\.{re.escape(name)}\.\d+")
+def remove_incomplete(folder: Path) -> None:
+    """Remove incomplete checkpoints of interrupted runs; call it while no process writes here."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         # A link may lead to a folder that is not mounted now.
         is_own = NAME.fullmatch(path.name) and not path.is_symlink()
         unfinished = is_own and not (path / MANIFEST).exists()
-        if aside.fullmatch(path.name) or (name is None and unfinished):
+        if INCOMPLETE.fullmatch(path.name) or unfinished:
             remove_tree(path)
 
 

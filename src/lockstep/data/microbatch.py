@@ -38,7 +38,7 @@ __all__ = [
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 
-def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
+def split_batch(batch: Any, share: ReplicaShare) -> Batch:
     """Split a whole global batch into the micro-batches of a replica.
 
     Each micro-batch has its own memory, so a model may write into its input.
@@ -48,7 +48,6 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
             entry per sample), all with the same first dimension. Scalars and 0-dimensional tensors
             are copied to every micro-batch.
         share: The share whose micro-batches are returned.
-        epoch: The epoch of the batch.
 
     Raises:
         DatasetError: The first dimensions differ, are 0, or do not exist.
@@ -56,7 +55,7 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
     if (size := _count_rows(batch)) is not None:  # the usual case, in a third of the time
         cuts = _find_cuts(share, size)
         parts = zip(*[_copied_parts(tensor, cuts) for tensor in batch], strict=True)
-        return _make_batch(size, share, epoch, cuts, map(type(batch), parts))
+        return _make_batch(size, share, cuts, map(type(batch), parts))
     sizes: dict[str, int] = {}
     uncut: dict[str, int] = {}
     _collect_sizes(batch, "batch", sizes, uncut)
@@ -80,7 +79,7 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
             "them with trainer.batches(dataset, collate_fn=...)"
         )
     cuts = _find_cuts(share, size)
-    return _make_batch(size, share, epoch, cuts, _cut(batch, cuts, {}))
+    return _make_batch(size, share, cuts, _cut(batch, cuts, {}))
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch:
@@ -154,12 +153,10 @@ def _find_cuts(share: ReplicaShare, size: int) -> _Cuts:
     return _make_cuts(share.pieces(size))
 
 
-def _make_batch(
-    size: int, share: ReplicaShare, epoch: int, cuts: _Cuts, parts: Iterable[Any]
-) -> Batch:
+def _make_batch(size: int, share: ReplicaShare, cuts: _Cuts, parts: Iterable[Any]) -> Batch:
     """Return the batch of `size` samples whose micro-batches hold `parts`."""
     microbatches = tuple(map(Microbatch, cuts.indices, cuts.sizes, parts))
-    return Batch(size, min(size, share.microbatches), microbatches, epoch)
+    return Batch(size, min(size, share.microbatches), microbatches)
 
 
 def halve_samples(data: Any, size: int) -> Sequence[Any]:
