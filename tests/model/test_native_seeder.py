@@ -142,10 +142,7 @@ def test_numpy_is_restored_with_the_second_of_a_pair(seeder: Seeder, drawn: int,
         before = numpy.random.get_state(legacy=False)
         restore = seeder.remember_others()
         untouched = numpy.random.get_state(legacy=False)
-        assert [untouched["has_gauss"], untouched["gauss"]] == [
-            before["has_gauss"],
-            before["gauss"],
-        ]
+        assert all(untouched[name] == before[name] for name in ("has_gauss", "gauss"))
         for _ in range(2):
             if body == "seeds":
                 seed_all(3)
@@ -176,3 +173,19 @@ def test_another_generator_of_numpy_is_restored(
         assert [float(numpy.random.standard_normal()) for _ in range(3)] == expected
     finally:
         numpy.random.set_bit_generator(own)
+
+
+@pytest.mark.parametrize("find", [native_seeder._find_second_number, lambda: 0])
+def test_a_known_memory_gets_a_second_number(find: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is one that was restored without a second number before."""
+    monkeypatch.setattr(native_seeder, "_find_second_number", find)
+    seeder = NativeSeeder([-1])
+    with isolated(everything=True):
+        numpy.random.seed(3)
+        _, kept, second = numpy.random.randn(), numpy.random.get_state(), numpy.random.randn()
+        seeder.remember_others()()
+        numpy.random.set_state(kept)
+        restore = seeder.remember_others()
+        seeder.begin(pack_key(7, 0), -1)
+        restore()
+        assert numpy.random.randn() == second

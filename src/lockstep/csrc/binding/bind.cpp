@@ -198,7 +198,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("seed", &UnitSeeder::seed, py::arg("prefix"), py::arg("unit"), py::arg("call") = 0)
       .def("begin", &UnitSeeder::begin, py::arg("prefix"), py::arg("unit"))
       .def("know_others", &UnitSeeder::know_others, py::arg("python"), py::arg("python_address"),
-           py::arg("numpy"), py::arg("numpy_address"))
+           py::arg("numpy"), py::arg("numpy_address"), py::arg("second_address"))
       .def("read_others", &UnitSeeder::read_others)
       .def("write_others", &UnitSeeder::write_others, py::arg("states"));
   module.def("make_module_call", &make_module_call, py::arg("module"), py::arg("before"),

@@ -3,6 +3,7 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/add.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -92,15 +93,15 @@ const at::mt19937& UnitSeeder::find_engine(std::string_view prefix, size_t numbe
 uint64_t UnitSeeder::begin(std::string_view prefix, int64_t unit) {
   CHECK_ARGUMENT(prefix.size() >= sizeof(int64_t), "the prefix has no micro-batch");
   const uint64_t seed = this->seed(prefix, unit, 0);
-  const bool is_known = has_numpy();
-  if (is_known) seed_python(prefix, unit, seed);
+  if (!has_numpy()) {
+    seed_others_(py::cast(this, py::return_value_policy::reference), seed);
+    return seed;
+  }
+  seed_python(prefix, unit, seed);
   const auto known = std::find(units_.begin(), units_.end(), unit);
-  const bool is_seeded =
-      is_known &&
-      seed_numpy(known == units_.end()
-                     ? at::mt19937(seed)
-                     : find_engine(prefix, static_cast<size_t>(known - units_.begin())));
-  if (!is_seeded) seed_others_(py::cast(this, py::return_value_policy::reference), seed, is_known);
+  seed_numpy(known == units_.end()
+                 ? at::mt19937(seed)
+                 : find_engine(prefix, static_cast<size_t>(known - units_.begin())));
   return seed;
 }
 
@@ -149,29 +150,23 @@ void UnitSeeder::prepare_python(std::string_view prefix, int64_t unit) {
   for (Words& words : python_words_) words[0] = 0x80000000;
 }
 
-// Returns false, and changes nothing, if numbers were drawn since it was called.
-bool UnitSeeder::seed_numpy(const at::mt19937& engine) {
-  lock_.attr("acquire")();  // numpy's functions draw without the interpreter's lock
-  const bool is_undrawn = is_numpy_undrawn();
+void UnitSeeder::seed_numpy(const at::mt19937& engine) {
   const auto words = engine.data().state_;
-  std::copy_n(words.begin(), numpy_words_.size(), numpy_words_.begin());
-  if (is_undrawn) std::memcpy(numpy_memory_, words.data(), sizeof(words));
+  lock_.attr("acquire")();  // numpy's functions draw without the interpreter's lock
+  std::memcpy(numpy_memory_, words.data(), sizeof(words));
+  numpy_memory_[at::MERSENNE_STATE_N] = at::MERSENNE_STATE_N;
+  *numpy_second_ = {};
   lock_.attr("release")();
-  return is_undrawn;
-}
-
-bool UnitSeeder::is_numpy_undrawn() const {
-  return numpy_memory_[at::MERSENNE_STATE_N] == at::MERSENNE_STATE_N &&
-         std::memcmp(numpy_memory_, numpy_words_.data(), sizeof(numpy_words_)) == 0;
 }
 
 void UnitSeeder::know_others(py::object python, uint64_t python_address, py::object numpy,
-                             uint64_t numpy_address) {
+                             uint64_t numpy_address, uint64_t second_address) {
   lock_ = numpy.attr("lock");
   python_ = std::move(python);
   numpy_ = std::move(numpy);
   python_memory_ = reinterpret_cast<uint32_t*>(python_address);
   numpy_memory_ = reinterpret_cast<uint32_t*>(numpy_address);
+  numpy_second_ = reinterpret_cast<SecondNumber*>(second_address);
 }
 
 static constexpr size_t kMemory = (at::MERSENNE_STATE_N + 1) * sizeof(uint32_t);
@@ -180,17 +175,18 @@ py::object UnitSeeder::read_others() const {
   if (!has_numpy()) return py::none();
   return py::make_tuple(py::bytes(reinterpret_cast<const char*>(python_memory_), kMemory),
                         python_.attr("gauss_next"),
-                        py::bytes(reinterpret_cast<const char*>(numpy_memory_), kMemory));
+                        py::bytes(reinterpret_cast<const char*>(numpy_memory_), kMemory),
+                        numpy_second_->has_value, numpy_second_->value);
 }
 
-bool UnitSeeder::write_others(const py::tuple& states) {
+void UnitSeeder::write_others(const py::tuple& states) {
   std::memcpy(python_memory_, PyBytes_AsString(states[0].ptr()), kMemory);
   python_.attr("gauss_next") = states[1];
+  const SecondNumber second{states[3].cast<int>(), states[4].cast<double>()};
   lock_.attr("acquire")();
-  const bool is_undrawn = is_numpy_undrawn();
   std::memcpy(numpy_memory_, PyBytes_AsString(states[2].ptr()), kMemory);
+  *numpy_second_ = second;
   lock_.attr("release")();
-  return is_undrawn;
 }
 
 namespace {
@@ -207,6 +203,7 @@ bool accumulate_gradients(const std::vector<at::Tensor>& parameters, const py::d
                           int64_t microbatch, const py::sequence& siblings,
                           const py::dict& destinations) {
   const c10::AutoGradMode no_grad(false);
+  const at::AutoDispatchBelowAutograd below_autograd;  // which would only pass the tensors on
   const size_t count = parameters.size();
   std::vector<size_t> held;
   std::vector<at::Tensor> added;
@@ -266,6 +263,7 @@ bool accumulate_gradients(const std::vector<at::Tensor>& parameters, const py::d
 
 std::optional<std::vector<double>> compute_norms(const std::vector<at::Tensor>& gradients) {
   const c10::AutoGradMode no_grad(false);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;  // nobody sees these views
   std::vector<at::Tensor> vectors;
   for (const at::Tensor& gradient : gradients) {
     if (!gradient.is_cpu() || !gradient.is_contiguous()) return std::nullopt;

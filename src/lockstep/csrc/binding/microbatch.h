@@ -26,8 +26,8 @@ namespace lockstep {
 class UnitSeeder {
  public:
   // `units`: the numbers of the units in the order of their calls. `get_numpy` returns numpy's
-  // generator. `seed_others(seeder, seed, is_known)` seeds numpy's generator by its own function,
-  // and if the memory of the generators is not known, Python's too.
+  // generator. `seed_others(seeder, seed)` seeds the generators of numpy and Python by their own
+  // functions, if their memory is not known.
   UnitSeeder(std::vector<int64_t> units, pybind11::function get_numpy,
              pybind11::function seed_others);
 
@@ -41,25 +41,29 @@ class UnitSeeder {
 
   // Seeds and restores these generators in memory from now on, numpy's as long as it is this one.
   // Python's memory is a position of 32 bits and 624 words, numpy's 624 words and a position.
+  // Both draw normal numbers in pairs; numpy keeps the second one as a `SecondNumber`.
   void know_others(pybind11::object python, uint64_t python_address, pybind11::object numpy,
-                   uint64_t numpy_address);
+                   uint64_t numpy_address, uint64_t second_address);
 
-  // Returns Python's memory, its second normal number, and numpy's memory; None if not known.
+  // Returns Python's memory and its second normal number, numpy's memory, whether it has a second
+  // normal number, and this number; None if not known.
   pybind11::object read_others() const;
 
-  // Restores what `read_others` returned. Returns whether numpy has drawn nothing since it was
-  // seeded in memory: otherwise it may keep a second normal number outside of this memory.
-  bool write_others(const pybind11::tuple& states);
+  // Restores what `read_others` returned.
+  void write_others(const pybind11::tuple& states);
 
  private:
   static constexpr size_t kTogether = 4;
   using Words = std::array<uint32_t, at::MERSENNE_STATE_N>;
+  struct SecondNumber {
+    int has_value;
+    double value;
+  };
   const at::mt19937& find_engine(std::string_view prefix, size_t number);
   void seed_python(std::string_view prefix, int64_t unit, uint64_t seed);
   void prepare_python(std::string_view prefix, int64_t unit);
-  bool seed_numpy(const at::mt19937& engine);
+  void seed_numpy(const at::mt19937& engine);
   bool has_numpy() const { return numpy_memory_ && get_numpy_().is(numpy_); }
-  bool is_numpy_undrawn() const;
 
   const std::vector<int64_t> units_;
   const pybind11::function get_numpy_, seed_others_;
@@ -71,7 +75,7 @@ class UnitSeeder {
   std::array<Words, kTogether> python_words_;
   pybind11::object python_, numpy_, lock_;
   uint32_t *python_memory_ = nullptr, *numpy_memory_ = nullptr;
-  std::array<uint32_t, 4> numpy_words_{};  // the first ones that were seeded last
+  SecondNumber* numpy_second_ = nullptr;
 };
 
 // Moves the gradients of a micro-batch out of `.grad`, and adds them to its left siblings in the
