@@ -57,7 +57,8 @@ class Check:
 
     def __init__(self, before: str | None, wheels: str | None, folder: Path) -> None:
         self.before, self.wheels, self.folder = before, wheels, folder
-        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        # Ranks import `examples`, from another folder than this.
+        paths = [str(TOOLS.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         absolute = os.pathsep.join(os.path.abspath(path) for path in paths if path)
         self.variables = {**os.environ, "PYTHONPATH": absolute}
         call_before(before)

@@ -228,7 +228,7 @@ def test_a_peer_is_served_after_many_attacks(name, seed, capfd):
 @pytest.mark.stress
 @pytest.mark.timeout(300)
 def test_a_driver_and_its_workers_go_on_under_attack(capfd):
-    """Every port that a driver and its workers listen at, in their own processes."""
+    """Every port that a driver and its workers listen at."""
     with ls.Driver(nprocs=2, timeout=PATIENCE) as driver:
         pids = [os.getpid(), *driver.run(os.getpid)]
         ports = {
@@ -237,7 +237,7 @@ def test_a_driver_and_its_workers_go_on_under_attack(capfd):
             for connection in psutil.Process(pid).net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN
         }
-        assert len(ports) >= 2  # driver, store
+        assert ports  # workers on this host listen at none
         attacked = []
         for port in sorted(ports):
             with contextlib.suppress(OSError):
