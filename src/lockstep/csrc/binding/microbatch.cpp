@@ -1,9 +1,9 @@
 #include "microbatch.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/add.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
