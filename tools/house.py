@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "folders": 14,
     "code lines in src": 43_770,
-    "code lines in tests": 48_835,
+    "code lines in tests": 48_840,
     "code lines in csrc": 7_980,
     "imports per module": 4.67,
     "kernel: code lines": 2_000,
