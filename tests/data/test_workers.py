@@ -119,6 +119,9 @@ def test_workers_that_cannot_start_are_one_sentence(
         list(Batches(Numbers(), 4, shuffle=False, num_workers=2))
 
 
+# torch tells the main thread by an exception wherever it is: also where multiprocessing has just
+# opened a socket.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_a_killed_worker_is_one_sentence() -> None:
     class Deadly(Numbers):
         def __getitem__(self, index: int) -> Any:
@@ -133,6 +136,7 @@ def test_a_killed_worker_is_one_sentence() -> None:
     assert workers() == before, caught  # though the exception still holds the loader's frames
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_a_worker_killed_during_a_step_is_the_same_sentence() -> None:
     """torch tells the main thread at once, wherever it is."""
     before = workers()
