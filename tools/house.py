@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "code lines in src": 43_770,
-    "code lines in tests": 48_840,
+    "code lines in src": 43_795,
+    "code lines in tests": 48_885,
     "code lines in csrc": 7_980,
-    "imports per module": 4.67,
+    "imports per module": 4.66,
     "kernel: code lines": 2_000,
     "kernel: modules reached": 0,
     "step: modules reached": 57,

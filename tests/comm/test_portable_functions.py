@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from lockstep.comm.native_module import use_portable_products
+from lockstep.comm.portable_products import use_portable_products
 
 FUNCTIONS = ("sqrt", "asin", "acos", "atan", "tan")
 REFERENCES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm import backend, native_module
+from lockstep.comm import backend, native_module, portable_products
 from lockstep.comm.native.binding import BindingError
 from lockstep.errors import UsageError
 
@@ -177,9 +177,9 @@ def test_torch_adds_in_another_order():
     a, b = (draw(generator, sizes, torch.float32) for sizes in ((20, 3000), (3000, 20)))
     expected = expect(a, b)
     assert_same(a @ b, expected)
-    native_module.use_portable_products(False)
+    portable_products.use_portable_products(False)
     assert not torch.equal(a @ b, expected)
-    native_module.use_portable_products()
+    portable_products.use_portable_products()
     assert_same(a @ b, expected)
 
 
@@ -306,7 +306,7 @@ def test_empty_products_and_wrong_arguments_are_those_of_torch():
         lambda: torch.mm(torch.ones(2, 3) + 1j, torch.ones(3, 4) + 1j),
     ]
     ours = [run(case) for case in cases]
-    native_module.use_portable_products(False)
+    portable_products.use_portable_products(False)
     for mine, case in zip(ours, cases, strict=True):
         theirs = run(case)
         if isinstance(theirs, str):
@@ -414,7 +414,7 @@ def test_other_convolutions_are_those_of_torch():
         lambda: functional.conv1d(x[0], weight[0]),
     ]
     ours = [run(case) for case in cases]
-    native_module.use_portable_products(False)
+    portable_products.use_portable_products(False)
     for mine, case in zip(ours, cases, strict=True):
         theirs = run(case)
         assert mine == theirs if isinstance(theirs, str) else torch.equal(mine, theirs)
@@ -459,7 +459,7 @@ def test_without_the_native_module(monkeypatch):
     native_module.reason_unavailable.cache_clear()
     try:
         with pytest.raises(UsageError, match=r"portable mode .* run `lockstep build`"):
-            native_module.use_portable_products()
+            portable_products.use_portable_products()
     finally:
         monkeypatch.undo()
         native_module.reason_unavailable.cache_clear()

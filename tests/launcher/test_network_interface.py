@@ -12,9 +12,9 @@ import torch.distributed as dist
 import warm
 from lockstep.comm.hosts.identity import describe_namespaces
 from lockstep.kernel.errors import RendezvousError
-from lockstep.launcher import listening_socket
+from lockstep.launcher import listening_socket, network_interface
 from lockstep.launcher.environment import RankInfo
-from lockstep.launcher.listening_socket import find_interface
+from lockstep.launcher.network_interface import find_interface
 from lockstep.launcher.rendezvous import choose_interface
 
 SCRIPT = """
@@ -123,8 +123,8 @@ ROUTES = {"10.0.0.2": "10.1.0.1", "10.9.0.1": "10.9.0.9", "192.0.2.1": "10.0.0.1
 def routes(monkeypatch):
     """Give this host addresses and routes."""
     routes = {"127.0.0.1": "127.0.0.1", **ROUTES}
-    monkeypatch.setattr(listening_socket, "address_towards", lambda to: routes.get(to, ""))
-    monkeypatch.setattr(listening_socket, "_find_own_addresses", lambda: OWN)
+    monkeypatch.setattr(network_interface, "address_towards", lambda to: routes.get(to, ""))
+    monkeypatch.setattr(network_interface, "_find_own_addresses", lambda: OWN)
     return routes
 
 
@@ -143,7 +143,7 @@ def test_the_interface_is_that_of_the_route_to_the_master(routes, master, name):
 
 
 def test_a_name_of_this_host_at_loopback_means_the_default_route(routes, monkeypatch):
-    monkeypatch.setattr(listening_socket, "resolve_address", lambda name: (2, "127.0.1.1"))
+    monkeypatch.setattr(network_interface, "resolve_address", lambda name: (2, "127.0.1.1"))
     assert find_interface("gpu1") == "eth0"
     del routes["192.0.2.1"]
     with pytest.raises(

@@ -10,7 +10,7 @@ import torch
 
 import lockstep as ls
 import pytest_lockstep
-from lockstep.comm import backend, native_module
+from lockstep.comm import backend, portable_products
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher import kernel_variables, portable
 from lockstep.launcher.kernel_variables import OF_TORCH, find_missing
@@ -99,7 +99,7 @@ def test_another_torch_is_not_verified(capsys):
 
 
 def test_the_compiled_module_is_needed(monkeypatch):
-    monkeypatch.setattr(native_module, "reason_unavailable", lambda: "run `lockstep build`")
+    monkeypatch.setattr(portable_products, "reason_unavailable", lambda: "run `lockstep build`")
     with pytest.raises(UsageError, match=r"needs the compiled backend.*: run `lockstep build`"):
         portable.choose_kernels(True, CPU, lambda name, value: pytest.fail(name))
 

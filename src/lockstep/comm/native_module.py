@@ -20,7 +20,6 @@ __all__ = [
     "reason_unavailable",
     "refusal",
     "refuse_calls",
-    "use_portable_products",
     "where",
 ]
 
@@ -91,38 +90,6 @@ def find_compute_norms() -> Callable[[Sequence[Any]], list[float] | None] | None
         return None
     function: Callable[[Sequence[Any]], list[float] | None] = load_native().compute_norms
     return function
-
-
-def use_portable_products(enabled: bool = True) -> None:
-    """Replace torch's kernels on the CPU in this process; a fork inherits them.
-
-    torch's kernels call MKL or oneDNN, whose bits depend on the processor and on the number of
-    threads. The native module replaces them by its own (`csrc/core/gemm.h`):
-
-    | operators | dtypes |
-    |---|---|
-    | `mm`, `bmm`, `addmm`, `baddbmm`, `addmv` in all forms | float32, float64, bfloat16 |
-    | `convolution`, `convolution_backward`: 2D, not transposed, one group | float32, float64 |
-    | `sqrt`, `asin`, `acos`, `atan`, `tan`, `pow(x, 0.5)` | float32, float64 |
-
-    `linear`, `matmul`, `einsum` and `conv2d` end in these operators; autograd and autocast are
-    above them.
-
-    Args:
-        enabled: False restores the kernels of torch.
-
-    Raises:
-        UsageError: This process cannot load the native module.
-    """
-    from lockstep.kernel.errors import UsageError  # here: `import torch` imports this module
-
-    reason = reason_unavailable()
-    if reason is not None:
-        raise UsageError(
-            "portable mode needs the compiled backend for its matrix products, which is not "
-            f"available: {reason}"
-        )
-    load_native().use_portable_kernels(enabled)
 
 
 def refuse_calls(reason: str) -> None:

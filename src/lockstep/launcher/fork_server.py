@@ -49,7 +49,6 @@ PRELOADED = (
     "lockstep.comm.native.binding",
     "lockstep.launcher.pickling",
     "torch._dynamo",
-    "psutil",  # by the search for the network interface
     "lockstep.training.trainer",
 )
 PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -1,4 +1,4 @@
-"""Addresses of hosts, and the sockets and interfaces at them.
+"""Listening sockets, and the addresses that they are bound to.
 
 The launcher binds the socket of the ranks' store before it starts any rank, and passes the
 socket on, so no other program can take the port in between. The socket listens on the loopback
@@ -8,18 +8,16 @@ interface unless several hosts take part.
 from __future__ import annotations
 
 import errno
-import os
 import re
 import socket
 
 from lockstep.comm.hosts.identity import address_towards, is_loopback
-from lockstep.kernel.errors import RendezvousError, UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
 
 __all__ = [
     "DEFAULT_PORT",
     "LOOPBACK",
-    "find_interface",
     "find_obstacle",
     "get_connectable_address",
     "listen",
@@ -32,7 +30,6 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 CONNECT_TIMEOUT = 5.0  # seconds
-ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation, to which no route leads
 BACKLOG = 1024  # every rank of a host may connect at the same moment
 
 
@@ -172,56 +169,3 @@ def resolve_address(address: str) -> tuple[socket.AddressFamily, str]:
     pairs = [(family, str(numeric[0])) for family, _, _, _, numeric in entries]
     routed = (pair for pair in pairs if len(pairs) == 1 or address_towards(pair[1]))
     return next(routed, pairs[0])
-
-
-def find_interface(master_addr: str) -> str | None:
-    """Return the network interface by which this rank should reach those of other hosts.
-
-    Nothing is derived from this host's own name, which often resolves to 127.0.1.1 (Debian), to an
-    interface that other hosts cannot reach, or not at all. The kernel is asked instead:
-
-        a rank on the master's host      for the interface with the address MASTER_ADDR, or that of
-                                         the default route if MASTER_ADDR is this host's name
-        a rank on another host           for the route to MASTER_ADDR
-
-    Args:
-        master_addr: The address of rank 0's host; LOOPBACK if all ranks are on this host.
-
-    Returns:
-        None if the loopback interface is down, or if this host's address on the route to the others
-        belongs to the loopback interface, whose name would select 127.0.0.1.
-
-    Raises:
-        RendezvousError: There is no route to the other hosts, or it cannot be found.
-    """
-    own = _find_own_addresses()
-    if is_loopback(master_addr):
-        return own.get(address_towards(LOOPBACK))
-    _, master = resolve_address(master_addr)
-    if is_loopback(master):
-        address = next(filter(None, map(address_towards, ELSEWHERE)), "")
-    else:
-        address = master if master in own else address_towards(master)
-    if not address and "GLOO_SOCKET_IFNAME" not in os.environ:
-        raise RendezvousError(
-            f"this host has no route to {master} (MASTER_ADDR): check its interfaces and routes "
-            f"(ip addr, ip route get {master})"
-            if not is_loopback(master)
-            else f"MASTER_ADDR is {master_addr}, which is {master} here, and this host has no "
-            f"default route: set MASTER_ADDR to an address that the other hosts reach, or "
-            f"GLOO_SOCKET_IFNAME on every host"
-        )
-    name = own.get(address)
-    return None if name == own.get(LOOPBACK) else name
-
-
-def _find_own_addresses() -> dict[str, str]:
-    """Return the addresses of this host, with the interface of each."""
-    import psutil  # needed by ranks only
-
-    return {
-        entry.address.partition("%")[0]: name
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-    }

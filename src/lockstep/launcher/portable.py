@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.comm.native_module import use_portable_products
+from lockstep.comm.portable_products import use_portable_products
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.arithmetic import measure_arithmetic
 from lockstep.launcher.arithmetic_difference import NOT_OF_TORCH, join, name_differences, parse

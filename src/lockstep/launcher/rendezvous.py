@@ -44,13 +44,13 @@ from lockstep.launcher.environment import (
 from lockstep.launcher.late_ranks import LongWait, is_speaker
 from lockstep.launcher.listening_socket import (
     LOOPBACK,
-    find_interface,
     find_obstacle,
     get_connectable_address,
     listen,
     resolve_address,
     warn_of_strangers,
 )
+from lockstep.launcher.network_interface import find_interface
 from lockstep.launcher.private_store import attach_store
 from lockstep.launcher.rank_process import get_exit_code
 from lockstep.launcher.rendezvous_check import check_ranks, place_rank, read_hosts
