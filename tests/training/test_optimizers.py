@@ -286,6 +286,39 @@ def test_a_state_dict_that_is_not_complete(factory, hidden):
     assert f" changes {hidden}, which its state_dict() does not contain" in probe(factory)
 
 
+class Flat(optim.SGD):
+    """Keeps an average of all parameters in one vector."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.average = self.join()
+
+    def join(self):
+        return nn.utils.parameters_to_vector(self.param_groups[0]["params"]).detach()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.average.lerp_(self.join(), 0.1)
+
+
+@pytest.mark.parametrize(("factory", "count"), [(Lookahead, 0), (Flat, 30)])
+def test_whole_parameters_are_stepped_few_times(factory, count):
+    """Their gradients may have hundreds of megabytes."""
+    sizes = []
+
+    class Recording(factory):
+        def step(self, closure=None):
+            sizes.append(self.param_groups[0]["params"][0].numel())
+            super().step()
+
+    model = nn.Linear(64, 64)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with pytest.raises(UsageError, match=r"Recording changes .*, which its state_dict"):
+        require_complete_state(Recording(list(model.parameters())), names, (), CPU)
+    assert sizes.count(64 * 64) == count
+
+
 @pytest.mark.parametrize("factory", [Own, TrustRatio, partial(Langevin, lr=0.1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_complete_state_dict(factory, dtype):

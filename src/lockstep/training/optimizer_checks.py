@@ -49,6 +49,9 @@ ELEMENTWISE = (
 STEPS = 60
 """Steps before and after the state dict is read: enough for slow weights that move every 50."""
 
+FEW_STEPS = 10
+"""The same with whole parameters, each of which may have hundreds of megabytes of gradients."""
+
 SMALL = 4  # elements per dimension of a small parameter
 GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
@@ -158,16 +161,17 @@ def require_complete_state(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     originals = {names.get(parameter, str(n)): parameter for n, parameter in enumerate(parameters)}
     with _probing(names, device):
-        # It may hold tensors with the shapes of its parameters, unlike small ones.
-        for largest in (SMALL, max((size for p in parameters for size in p.shape), default=1)):
-            values, gradients = _draw(optimizer, originals, sparse, device, largest)
+        # It may hold tensors that fit whole parameters only, such as all of them in one vector.
+        whole_size = max((size for p in parameters for size in p.shape), default=1)
+        for largest, steps in ((SMALL, STEPS), (whole_size, FEW_STEPS)):
+            values, gradients = _draw(optimizer, originals, sparse, device, largest, 2 * steps)
             try:
                 whole = _Copy(optimizer, originals, values)
-                whole.step(gradients[:STEPS])
+                whole.step(gradients[:steps])
                 state = copy.deepcopy(whole.optimizer.state_dict())
                 middle = {name: one.detach().clone() for name, one in whole.parameters.items()}
                 seed_all(1, device)
-                whole.step(gradients[STEPS:])
+                whole.step(gradients[steps:])
                 found = dict(whole.hash_attributes())
                 break
             except Exception as error:  # of any kind: a real step may work, or will raise it
@@ -185,7 +189,7 @@ def require_complete_state(
             resumed = _Copy(optimizer, originals, middle)
             load_whole_state(resumed.optimizer, state)
             seed_all(1, device)
-            resumed.step(gradients[STEPS:])
+            resumed.step(gradients[steps:])
             hidden = [n for n, hashes in resumed.hash_attributes() if hashes != found.get(n)]
         except Exception as error:
             raise UsageError(
@@ -245,6 +249,7 @@ def _draw(
     sparse: Collection[torch.Tensor],
     device: torch.device,
     largest: int,
+    steps: int,
 ) -> tuple[Values, list[Values]]:
     """Return small random parameters, and the gradients of each step for some of them.
 
@@ -262,7 +267,7 @@ def _draw(
         if parameter.requires_grad:
             chosen.setdefault(kind, []).append(name)
     gradients = list[Values]()
-    for _ in range(2 * STEPS):
+    for _ in range(steps):
         gradients.append({})
         for name in [name for kind in chosen.values() for name in kind[:2]]:
             like = values[name]
@@ -292,6 +297,7 @@ class _Copy:
             own = nn.Parameter(values[name].clone(), requires_grad=original.requires_grad)
             self.parameters[name] = memo[id(original)] = own
         nested = find_nested(optimizer)
+        cuts = {originals[name].shape: tuple(map(slice, one.shape)) for name, one in values.items()}
         # Optimizer.__getstate__ leaves attributes of subclasses out.
         memo |= {id(inner): object.__new__(type(inner)) for inner in nested}
         for inner in nested:
@@ -300,6 +306,11 @@ class _Copy:
                 for name, value in vars(inner).items()
                 if name != "step"
             }
+            whole = dict(memo)
+            copy.deepcopy(attributes, whole)
+            for key, value in whole.items():  # such as slow weights, cut as their parameter is
+                if isinstance(value, torch.Tensor) and value.shape in cuts and key not in memo:
+                    memo[key] = value[cuts[value.shape]].clone()
             vars(memo[id(inner)]).update(copy.deepcopy(attributes, memo))
         self.optimizer: Optimizer = memo[id(optimizer)]
 
@@ -315,7 +326,7 @@ class _Copy:
         return [checksum(parameter) for parameter in self.parameters.values()]
 
     def hash_attributes(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield the attributes besides the state, and hashes of the tensors in each.
+        """Yield each attribute except the state and the groups, with hashes of its tensors.
 
         A tensor that changes in every step may be read in few of them.
         """
