@@ -612,6 +612,10 @@ def test_a_script_that_cannot_run_is_a_usage_error(tmp_path, monkeypatch, words,
         CliRunner().invoke(cli, ["check", *words], catch_exceptions=False)
 
 
+def test_a_wrong_number_of_steps():
+    assert CliRunner().invoke(cli, ["check", "train.py", "--steps", "0"]).exit_code == 2
+
+
 @pytest.mark.parametrize("ranks", ["0", "a"])
 def test_wrong_numbers_of_ranks(ranks):
     with pytest.raises(UsageError, match=f"--ranks {ranks}: expected numbers of ranks"):

@@ -119,8 +119,8 @@ def test_workers_that_cannot_start_are_one_sentence(
         list(Batches(Numbers(), 4, shuffle=False, num_workers=2))
 
 
-# torch tells the main thread by an exception wherever it is: also where multiprocessing has just
-# opened a socket.
+# When a worker dies, torch raises an exception in the main thread. It may arrive just after
+# multiprocessing has opened a socket, which is then closed by garbage collection, with a warning.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_a_killed_worker_is_one_sentence() -> None:
     class Deadly(Numbers):

@@ -29,6 +29,20 @@ def test_brackets_of_an_ipv6_address_are_left_out():
     assert read_rank_info(environ).master_addr == "::1"
 
 
+def test_the_variables_of_a_rank_where_hosts_have_different_numbers_of_ranks():
+    environment = RankEnvironment(1, "10.0.0.1", 29500, "x", nnodes=2, node_rank=1)
+    expected = {
+        "RANK": "2",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "2",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": "3",
+    }
+    assert expected.items() <= environment.variables(0, (2, 3)).items()
+
+
 @given(nprocs=st.integers(1, 9), hosts=st.integers(1, 9), data=st.data())
 def test_a_rank_reads_what_the_launcher_wrote(nprocs, hosts, data):
     host = data.draw(st.integers(0, hosts - 1))

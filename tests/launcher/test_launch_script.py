@@ -485,6 +485,14 @@ def test_invalid_options(run, flags, words):
     assert str(caught.value).startswith(words)
 
 
+def test_the_option_comes_before_the_variable_with_a_file_of_the_secret(monkeypatch):
+    words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "--max", "4", "a.py"]
+    assert parse(words).secret_file is None
+    monkeypatch.setenv("LOCKSTEP_SECRET_FILE", "of-variable")
+    assert parse(words).secret_file == "of-variable"
+    assert parse(["--secret-file", "of-option", *words]).secret_file == "of-option"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -125,10 +125,12 @@ class Round:
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Round:
         """Parse the launcher's message."""
-        names = {field.name for field in fields(cls)} & message.keys()
-        values = {name: message[name] for name in names}
-        for name, value in values.items():
-            values[name] = tuple(value) if isinstance(value, list) else value
+        names = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in message.items()
+            if name in names
+        }
         return cls(number=message["round"], **values)
 
 

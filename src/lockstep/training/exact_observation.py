@@ -102,10 +102,11 @@ class ExactObservation:
         """Return the state of the optimizers by the names of the parameters."""
         named = self._model.module.named_parameters()
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
-        return {
-            name: value
-            for optimizer in self._optimizers
-            for parameter, state in optimizer.state.items()
-            if parameter in names
-            for name, value in name_optimizer_tensors({names[parameter]: state}).items()
-        }
+        return name_optimizer_tensors(
+            {
+                names[parameter]: state
+                for optimizer in self._optimizers
+                for parameter, state in optimizer.state.items()
+                if parameter in names
+            }
+        )

@@ -259,9 +259,12 @@ class RunCheckpoints:
         generators = global_states(self._parallel.device)
         objects = collect_objects(self.stateful)
         # A trainer has measured times in its state, and compares the rest by itself.
-        compared = {n: v for n, v in objects.items() if not hasattr(self.stateful[n], "_run")}
-        named = generators | {f"stateful[{name!r}]": value for name, value in compared.items()}
-        hashes = {name: _hash(value) for name, value in named.items()}
+        compared = generators | {
+            f"stateful[{name!r}]": value
+            for name, value in objects.items()
+            if not _is_trainer(self.stateful[name])
+        }
+        hashes = {name: _hash(value) for name, value in compared.items()}
         about, group = f"saving a checkpoint after step {steps}", self._parallel.group
         messages = exchange(lambda: json.dumps(hashes).encode(), about, group)
         everyone = [json.loads(message) for message in messages]
@@ -277,7 +280,9 @@ class RunCheckpoints:
         state = dict(local)
         if rank == 0:
             # A generator whose state differs between ranks has no state that all could restore.
-            state["generators"] = {n: v for n, v in generators.items() if n not in differing}
+            state["generators"] = {
+                name: value for name, value in generators.items() if name not in differing
+            }
             state |= {"stateful": objects, **common}
             for name in sorted(differing - generators.keys() - self._told):
                 self._told.add(name)
@@ -458,10 +463,14 @@ class RunCheckpoints:
         return text
 
 
+def _is_trainer(registered: Stateful) -> bool:
+    return hasattr(registered, "_run")
+
+
 def collect_objects(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
     """Return the states of the registered objects; that of a trainer is not copied."""
     sources = {
-        name: vars(value)["_state"] if hasattr(value, "_run") else value
+        name: vars(value)["_state"] if _is_trainer(value) else value
         for name, value in stateful.items()
     }
     return {name: source.state_dict() for name, source in sources.items()}

@@ -237,7 +237,7 @@ def test_a_driver_and_its_workers_go_on_under_attack(capfd):
             for connection in psutil.Process(pid).net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN
         }
-        assert ports  # workers on this host listen at none
+        assert len(ports) == 1  # workers on this host listen at none
         attacked = []
         for port in sorted(ports):
             with contextlib.suppress(OSError):

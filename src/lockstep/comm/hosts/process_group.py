@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore
 
 from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
 from lockstep.comm.hosts.map import HostMap
@@ -347,6 +347,7 @@ def create_across_hosts(
 
 def _connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Connect this rank to all others; return the `ProcessGroupGloo`."""
+    # torch's types leave these options out, which its own `new_group` uses.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout + GLOO_MARGIN
     # Not lazily: a lazy connection that is closed makes the next message wait for 100 s.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import click
@@ -35,9 +34,8 @@ def command(
     """
     if ranks < 1 or threads < 1:
         raise UsageError(f"doctor: --nprocs ({ranks}) and --threads ({threads}) must be at least 1")
-    results: list[CheckResult] = []
-    with printing_text(as_json, partial(to_json, results)):
-        print_results(Requirements(ranks, threads), results)
+    with printing_text(as_json, lambda: to_json(results)):
+        results = print_results(Requirements(ranks, threads))
     if has_failed(results):
         raise SystemExit(1)
 
@@ -52,16 +50,18 @@ def has_failed(results: Sequence[CheckResult]) -> bool:
     return any(one.verdict == "bad" for one in results)
 
 
-def print_results(requirements: Requirements, results: list[CheckResult]) -> None:
-    """Print the result of each check and the conclusion; add the results to `results`."""
+def print_results(requirements: Requirements) -> list[CheckResult]:
+    """Print the result of each check and the conclusion, and return the results."""
     from lockstep.tools.report import doctor
 
+    results: list[CheckResult] = []
     for result in doctor.run_checks(requirements):
         results.append(result)
         print_result(result)
     num_failed = sum(one.verdict == "bad" for one in results)
     click.echo(f"\n{conclusion(num_failed)}\n\nTo report a problem, paste this:\n")
     click.echo(doctor.issue_block(results))
+    return results
 
 
 def print_result(one: CheckResult) -> None:

@@ -32,9 +32,7 @@ def measure_training(
     check_target("script", script)
     run = launch_session(_start, (script, tuple(arguments), ranks), timeout=timeout)
     if run.error is not None:
-        raise UsageError(
-            f"{script} could not be measured on one rank: {run.error}\n{run.details}"
-        ) from None
+        raise UsageError(f"{script} could not be measured on one rank: {run.error}\n{run.details}")
     (measured,) = run.values
     if not measured:
         raise UsageError(

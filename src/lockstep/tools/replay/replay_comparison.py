@@ -114,10 +114,7 @@ def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> R
 
 
 def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> ReplayComparison:
-    """Compare the first replayed step with the recorded one.
-
-    Secrets in the failure of the replay are redacted, as they are in records.
-    """
+    """Compare the first replayed step with the recorded one."""
     replayed = next((step for step in replay.steps if step.step == request.first), None)
     result = ReplayComparison(request, recorded, replay, replayed)
     if replay.is_left:

@@ -29,6 +29,8 @@ DEBUGGER_LEFT = "DebuggerLeft"  # the class name of the exception
 def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
     """Compute steps of a recorded run again, starting from a checkpoint.
 
+    Secrets in the failure of the result are redacted, as they are in records.
+
     Args:
         program: The program of the run.
         base: The checkpoint, or the beginning.
