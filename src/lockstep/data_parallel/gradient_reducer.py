@@ -44,8 +44,8 @@ from lockstep.data.assignment import Hosts, assign_nodes
 from lockstep.data_parallel.bucket_ready_tracker import BucketReadyTracker
 from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.local_sums import LocalSums
+from lockstep.data_parallel.parameter_shards import Shards
 from lockstep.data_parallel.planned_buckets import BucketPlanner, PlannedBuckets, StepTree
-from lockstep.data_parallel.shards import Shards
 
 __all__ = ["GradientReducer"]
 

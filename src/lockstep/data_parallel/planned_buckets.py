@@ -17,7 +17,7 @@ from lockstep.comm.device_ipc import shares_device
 from lockstep.comm.make_all_reduce import adds_in_place, make_all_reduce
 from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
-from lockstep.data_parallel.shards import Shards
+from lockstep.data_parallel.parameter_shards import Shards
 from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import LayoutError
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from lockstep.comm.memory_format import in_format_of, in_layout_of
 from lockstep.comm.native_all_reduce import DTYPES
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.data_parallel.shards import ParameterShard, Shards
+from lockstep.data_parallel.parameter_shards import ParameterShard, Shards
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.step_context import StepContext

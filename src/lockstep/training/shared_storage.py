@@ -17,8 +17,8 @@ from lockstep.comm.backend import host_group_of
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.data_parallel.parameter_shards import Shards
 from lockstep.data_parallel.planned_buckets import BUCKET_BYTES
-from lockstep.data_parallel.shards import Shards
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.norm import is_dense
 from lockstep.launcher.malloc import release_freed_memory
