@@ -2,10 +2,11 @@
 
     python tools/house.py [--check]
 
-Counts code lines, without docstrings, comments and blank lines, and follows imports, also those in
-functions, under TYPE_CHECKING and through importlib. A *closure* is everything that some modules
-import, directly or not: what a reader of these modules may have to know. With `--check`, the exit
-status is 1 if a limit is exceeded; `make check` runs it, and tests/test_reach.py asserts the reach.
+The size of Python code is the number of its syntax nodes, as `ast.walk` yields them, so nothing is
+gained by packing a line. Imports are followed, also those in functions, under TYPE_CHECKING and
+through importlib. A *closure* is everything that some modules import, directly or not: what a
+reader of these modules may have to know. With `--check`, the exit status is 1 if a limit is
+exceeded by more than `SLACK`; `make check` runs it, and tests/test_reach.py asserts the reach.
 """
 
 from __future__ import annotations
@@ -26,20 +27,34 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "code lines in src": 43_795,
-    "code lines in tests": 48_885,
-    "code lines in csrc": 7_980,
-    "imports per module": 4.66,
-    "kernel: code lines": 2_000,
+    "nodes in src": 410_000,
+    "nodes in tests": 510_000,
+    "code lines in csrc": 9_500,
+    "nodes per code line": 9.17,
+    "tuple-to-tuple assignments in 100": 8.3,
+    "imports per module": 4.7,
+    "kernel: nodes": 20_000,
     "kernel: modules reached": 0,
-    "step: modules reached": 57,
-    "step: code lines reached": 5_600,
+    "step: modules reached": 60,
+    "step: nodes reached": 55_000,
+    "ls.exact: modules reached": 149,
+    "ls.exact: nodes reached": 152_200,
+    "trainer: modules reached": 246,
     "large classes without a reason": 0,
 }
-"""The largest values. They may only be lowered, or raised for a feature that needs it."""
+"""The largest values. A limit that would cost users something is raised: the commit says why."""
+
+SLACK = 1.02
+"""What a value may be of its limit, so that nobody counts the last nodes."""
 
 STEP = ("kernel.step", "training.whole_model", "training.microbatch_loop")
 """The modules that compute a step."""
+
+EXACT = ("training.exact",)
+"""The module of `ls.exact`."""
+
+TRAINER = ("training.trainer",)
+"""The module of the trainer."""
 
 METHODS, ATTRIBUTES = 25, 15
 """A class with more has a sentence in its docstring that begins with `REASON`."""
@@ -70,6 +85,26 @@ def count_code_lines(source: str) -> int:
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     return len(lines - docstrings)
+
+
+def count_nodes(source: str) -> int:
+    """Return the number of syntax nodes of a Python source."""
+    return sum(1 for _ in ast.walk(ast.parse(source)))
+
+
+def count_packed_assignments(source: str) -> tuple[int, int]:
+    """Return how many assignments give a tuple to a tuple, without exchanges, and their total."""
+    assignments = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign)]
+    packed = 0
+    for node in assignments:
+        target = node.targets[0]
+        value = node.value
+        if len(node.targets) > 1 or not isinstance(target, ast.Tuple):
+            continue
+        if isinstance(value, ast.Tuple):
+            given = sorted(map(ast.unparse, value.elts))
+            packed += given != sorted(map(ast.unparse, target.elts))
+    return packed, len(assignments)
 
 
 def count_cpp_lines(source: str) -> int:
@@ -163,9 +198,9 @@ class House:
         return name.removesuffix("__init__").removesuffix(".")
 
     @cached_property
-    def lines(self) -> dict[str, int]:
-        """The number of code lines of each module."""
-        return {name: count_code_lines(source) for name, source in self.sources.items()}
+    def nodes(self) -> dict[str, int]:
+        """The number of syntax nodes of each module."""
+        return {name: count_nodes(source) for name, source in self.sources.items()}
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
@@ -202,19 +237,30 @@ class House:
         """Return what `LIMITS` limits."""
         kernel = {name for name in self.sources if name.split(".")[0] == "kernel"}
         step = self.find_closure(STEP)
+        exact = self.find_closure(EXACT)
         tests = (self._root / "tests").rglob("*.py")
         cpp = [path for end in ("cpp", "h", "inc") for path in self._package.rglob(f"*.{end}")]
         edges = sum(len(imported) for imported in self.imports.values())
+        nodes = sum(self.nodes.values())
+        lines = sum(map(count_code_lines, self.sources.values()))
+        counted = [count_packed_assignments(source) for source in self.sources.values()]
+        packed = sum(pair[0] for pair in counted)
+        assignments = sum(pair[1] for pair in counted)
         return {
             "folders": sum((path / "__init__.py").exists() for path in self._package.iterdir()),
-            "code lines in src": sum(self.lines.values()),
-            "code lines in tests": sum(count_code_lines(path.read_text()) for path in tests),
+            "nodes in src": nodes,
+            "nodes in tests": sum(count_nodes(path.read_text()) for path in tests),
             "code lines in csrc": sum(count_cpp_lines(path.read_text()) for path in cpp),
+            "nodes per code line": round(nodes / lines, 2),
+            "tuple-to-tuple assignments in 100": round(100 * packed / assignments, 1),
             "imports per module": round(edges / len(self.imports), 2),
-            "kernel: code lines": sum(self.lines[name] for name in kernel),
+            "kernel: nodes": sum(self.nodes[name] for name in kernel),
             "kernel: modules reached": len(self.find_closure(kernel) - kernel),
             "step: modules reached": len(step),
-            "step: code lines reached": sum(self.lines[name] for name in step),
+            "step: nodes reached": sum(self.nodes[name] for name in step),
+            "ls.exact: modules reached": len(exact),
+            "ls.exact: nodes reached": sum(self.nodes[name] for name in exact),
+            "trainer: modules reached": len(self.find_closure(TRAINER)),
             "large classes without a reason": sum(
                 size.is_large and not size.has_reason for _, size in self.list_classes()
             ),
@@ -240,11 +286,11 @@ class House:
 
 
 def find_exceeded(measured: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each value above its limit."""
+    """Return a sentence for each value that exceeds its limit and the slack."""
     return [
         f"{name}: {value:g}, and the limit is {LIMITS[name]:g}"
         for name, value in measured.items()
-        if value > LIMITS[name]
+        if value > LIMITS[name] * SLACK
     ]
 
 
@@ -257,11 +303,11 @@ def main(arguments: list[str]) -> int:
         print("\n".join(exceeded), end="\n" if exceeded else "", file=sys.stderr)
         return bool(exceeded)
     for name, value in measured.items():
-        print(f"{name:28}{value:10,g}   limit {LIMITS[name]:,g}")
+        print(f"{name:34}{value:10,}   limit {LIMITS[name]:,}")
     packages = Counter[str]()
-    for module, lines in house.lines.items():
-        packages[module.split(".")[0]] += lines
-    print("\ncode lines:", ", ".join(f"{name} {lines:,}" for name, lines in packages.most_common()))
+    for module, nodes in house.nodes.items():
+        packages[module.split(".")[0]] += nodes
+    print("\nnodes:", ", ".join(f"{name} {nodes:,}" for name, nodes in packages.most_common()))
     for module, size in house.list_classes():
         if not size.is_large:
             continue

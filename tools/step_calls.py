@@ -25,7 +25,7 @@ import lockstep
 __all__ = ["count_calls", "main", "make_step"]
 
 SOURCE = str(Path(lockstep.__file__).parent)
-LIMITS = 100, 87
+LIMITS = 110, 100
 """The most functions and changes of file, which `make check` permits."""
 
 WARM_STEPS = 7
