@@ -123,9 +123,13 @@ class MicrobatchLoop:
         self.scopes, self.roots, self.parameters = scopes, roots, parameters
         self._given: tuple[Any, ...] = ()
         self._iteration: Iterator[Any] | None = None
+        self._sums: MicrobatchSums
         self.current: ComputedMicrobatch | None = None
         self._watched = -1  # the micro-batch in whose backward buckets are launched
-        self.place = f"{step.where}, micro-batch 0"
+        self._has_buffers = bool(buffers.slots)
+        self._is_on_cpu = parallel.device_type == "cpu"
+        self._autocast = NOTHING if parallel.autocast_dtype is None else parallel.autocast()
+        self._first_place = self.place = f"{step.where}, micro-batch 0"
 
     @property
     def position(self) -> tuple[int, int] | None:
@@ -174,66 +178,90 @@ class MicrobatchLoop:
         return self._iteration
 
     def _microbatches(self, batches: tuple[Any, ...]) -> Iterator[Any]:
-        step, parallel, has_buffers = self.step, self.parallel, bool(self.buffers.slots)
-        first, is_on_cpu = self.place, parallel.device_type == "cpu"
-        autocast = NOTHING if parallel.autocast_dtype is None else parallel.autocast()
         if self._given or len(batches) > 1:
             batch = self.start(*batches)
         else:  # the usual case, without a call
-            self._given, self._whole = batches, batches[0]
-            batch = start_batch(step, self._whole, parallel.count_ignored)
-        if parallel.is_interleaved:
-            parallel.share.require_turns(batch.leaves, len(step.shares))
-        sums = self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
-        is_read = bool(step.observers) and any(one.observes_microbatches for one in step.observers)
-        self.gradients.is_observed = is_read
-        has_peers = parallel.replicas > 1
-        if has_peers and batch.microbatches and self.gradients.can_launch_early and not is_read:
-            self._watched = batch.microbatches[-1].index
+            self._given = batches
+            self._whole = batches[0]
+            batch = start_batch(self.step, self._whole, self.parallel.count_ignored)
+        self.open(batch)
+        autocast = self._autocast
         for microbatch in batch.microbatches:
-            index = microbatch.index
-            share = step.shares.get(index)
-            if share is None:
-                sums.skip(index)
+            data = self.begin(microbatch)
+            if self.current is None:
                 continue
-            self.current = current = ComputedMicrobatch(microbatch, share, [], {})
-            self.place = f"{step.where}, micro-batch {index}"
-            if has_buffers:
-                self.buffers.install_copies()
-            for observer in step.observers:
-                observer.begin_microbatch()
-            self.scopes.begin_microbatch(step.number, index)
-            data = microbatch.data if is_on_cpu else parallel.move_to_device(microbatch.data)
             if autocast is NOTHING:
                 yield data
             else:
                 with autocast:
                     yield data
-            if not current.losses:
-                raise UsageError(
-                    f"{self.place}: step.backward(loss) was not called: write it instead of "
-                    "loss.backward()"
-                )
-            if step.observers:
-                step.observe_microbatch(index, self.gradients.hash_current, self.buffers.current)
-                with step.in_phase("reduction"):
-                    self._collect(microbatch, sums)
-            elif has_buffers:
-                self._collect(microbatch, sums)
-            else:
-                sums.accumulate(index)
-            step.computed.append(current)
-            self.current, self.place = None, first
-        if sums.failure:
-            step.failure = StepFailure("failure", sums.failure)
-        if has_peers:
+            self.end()
+        self.close_sums()
+
+    def open(self, batch: Batch) -> None:
+        """Begin to add the gradients of this rank's part of the batch."""
+        step, parallel = self.step, self.parallel
+        if parallel.is_interleaved:
+            parallel.share.require_turns(batch.leaves, len(step.shares))
+        self._sums = self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
+        is_read = bool(step.observers) and any(one.observes_microbatches for one in step.observers)
+        self.gradients.is_observed = is_read
+        has_peers = parallel.replicas > 1
+        if has_peers and batch.microbatches and self.gradients.can_launch_early and not is_read:
+            self._watched = batch.microbatches[-1].index
+
+    def begin(self, microbatch: Microbatch) -> Any:
+        """Begin a micro-batch, and return its data; `current` stays None if its weight is 0."""
+        step, index = self.step, microbatch.index
+        share = step.shares.get(index)
+        if share is None:
+            self._sums.skip(index)
+            return None
+        self.current = ComputedMicrobatch(microbatch, share, [], {})
+        self.place = f"{step.where}, micro-batch {index}"
+        # Each micro-batch begins with the buffers of the step.
+        if self._has_buffers:
+            self.buffers.install_copies()
+        for observer in step.observers:
+            observer.begin_microbatch()
+        # Last, so that nothing of the above draws from the micro-batch's generators.
+        self.scopes.begin_microbatch(step.number, index)
+        if self._is_on_cpu:
+            return microbatch.data
+        return self.parallel.move_to_device(microbatch.data)
+
+    def end(self) -> None:
+        """End the micro-batch, whose backward has run: its gradients become a leaf of the tree."""
+        step, current = self.step, self.current
+        assert current is not None
+        if not current.losses:
+            raise UsageError(
+                f"{self.place}: step.backward(loss) was not called: write it instead of "
+                "loss.backward()"
+            )
+        if step.observers:
+            index = current.microbatch.index
+            step.observe_microbatch(index, self.gradients.hash_current, self.buffers.current)
+            with step.in_phase("reduction"):
+                self._collect(current.microbatch)
+        else:
+            self._collect(current.microbatch)
+        step.computed.append(current)
+        self.current = None
+        self.place = self._first_place
+
+    def close_sums(self) -> None:
+        """End the sums after this rank's last micro-batch."""
+        if self._sums.failure:
+            self.step.failure = StepFailure("failure", self._sums.failure)
+        if self.parallel.replicas > 1:
             self.gradients.launch_remaining()
 
-    def _collect(self, microbatch: Microbatch, sums: MicrobatchSums) -> None:
+    def _collect(self, microbatch: Microbatch) -> None:
         """Add the results of a micro-batch to those of the others."""
-        if self.buffers.slots:
+        if self._has_buffers:
             self.buffers.collect(microbatch.index, microbatch.size / self.step.samples)
-        sums.accumulate(microbatch.index)
+        self._sums.accumulate(microbatch.index)
 
     def backward(
         self,
