@@ -212,7 +212,7 @@ def test_a_resumed_script_with_fewer_epochs_gets_no_digest_of_another_step(tmp_p
         "trainer.optimizer_digest() was not called here by rank 0 of the interrupted run, which "
         "iterates over batches of epoch 1 next, "
     )
-    resumed._end.finish_alone("done", None)
+    resumed.engine.end.finish_alone("done", None)
     record = read_run(folder)
     assert record.state == "failed"
     assert "digest" not in record.end

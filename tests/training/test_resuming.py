@@ -532,7 +532,7 @@ class Trap:
         for owner, name, before, after in (
             (trainer._steps.optimizer_step, "exchange_statuses", "exchange", ""),
             (GradientReducer, "reduce", "reduction", ""),
-            (trainer._optimization, "step", "update", "committed"),
+            (trainer.engine.setup.optimization, "step", "update", "committed"),
             (writer, "_copy", "copying", ""),
             (writer_module, "_write_files", "writing", ""),
             (writer_module, "_complete", "renaming", "renamed"),

@@ -92,9 +92,15 @@ class MicrobatchScores(NamedTuple):
 
 
 class EvaluationTask(Protocol):
-    """What an evaluation computes from the outputs of every micro-batch."""
+    """What an evaluation computes from the outputs of every micro-batch.
+
+    Attributes:
+        about: The call, for messages.
+        parallel: The layout and the loss.
+    """
 
     about: str
+    parallel: ParallelContext
 
     def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Return the batches in the form that the executor expects."""
@@ -112,7 +118,6 @@ class EvaluationTask(Protocol):
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
-    parallel: ParallelContext,
     task: EvaluationTask,
     seed: int,
     names: Sequence[str] = (),
@@ -122,11 +127,11 @@ def evaluate(
     Args:
         model: The model.
         batches: This rank's part of each batch.
-        parallel: The layout and the loss.
-        task: What is computed from the outputs.
+        task: What is computed from the outputs, with the layout and the loss.
         seed: The seed of all random numbers.
         names: The names of the model's blocks.
     """
+    parallel = task.parallel
     scopes = make_rng_scopes(find_scopes(model, names), model, seed, parallel.device)
     buffers = Buffers(parallel.modules_with(model))
     where = ""
@@ -167,7 +172,8 @@ class Scoring:
     def __init__(
         self, parallel: ParallelContext, metrics: Mapping[str, Metric], ema: bool = False
     ) -> None:
-        self._parallel, self._ema = parallel, ema
+        self.parallel = parallel
+        self._ema = ema
         self._metrics = {k: m for k, m in metrics.items() if not isinstance(m, DatasetMetric)}
         self._of_dataset = {k: m for k, m in metrics.items() if isinstance(m, DatasetMetric)}
         self._rows: list[MicrobatchScores] = []
@@ -180,7 +186,7 @@ class Scoring:
 
     def compute(self, outputs: Any, data: Any, where: str) -> tuple[Any, dict[str, Any], Any]:
         """Return the loss, the metrics and the outputs."""
-        loss, metrics = self._parallel.loss, self._metrics
+        loss, metrics = self.parallel.loss, self._metrics
         if loss is None and (metrics or self._of_dataset) and not has_loss(outputs, where):
             missing = torch.tensor(math.nan)
             return missing, compute_metrics(metrics, outputs, data, where), outputs
@@ -190,11 +196,11 @@ class Scoring:
         """Add the results of a micro-batch of the batch with this number."""
         loss, metrics, outputs = result
         check_scalar(loss, where)
-        weight = _weight(self._parallel, microbatch.size, microbatch.data)
+        weight = _weight(self.parallel, microbatch.size, microbatch.data)
         numbers = {name: float(value) for name, value in metrics.items()}
         scores = MicrobatchScores(microbatch.size, weight, float(loss) if weight else 0.0, numbers)
         self._rows.append(scores)
-        targets = data if self._parallel.loss is None else split_targets(data, where)[1]
+        targets = data if self.parallel.loss is None else split_targets(data, where)[1]
         if self._of_dataset:
             pairs = [metric.select(outputs, targets) for metric in self._of_dataset.values()]
             self._kept.add(number, microbatch, [value for pair in pairs for value in pair])
@@ -228,7 +234,7 @@ class Scoring:
             StoppedError: The evaluation failed on a rank. Raised on every rank.
             LossError: The weights of all samples sum to 0.
         """
-        parallel, rows = self._parallel, self._rows
+        parallel, rows = self.parallel, self._rows
         mine: list[PartialSums] = [
             compute_partial_sums(row.weight for row in rows),
             compute_partial_sums(row.weight * row.loss for row in rows),

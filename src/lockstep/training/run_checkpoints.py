@@ -45,6 +45,7 @@ from lockstep.model.generator_states import global_states, set_global_states
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.history import History
 from lockstep.training.run_record import RunRecord
+from lockstep.training.services import Services
 
 __all__ = ["RunCheckpoints", "collect_objects", "restore_objects"]
 
@@ -464,13 +465,13 @@ class RunCheckpoints:
 
 
 def _is_trainer(registered: Stateful) -> bool:
-    return hasattr(registered, "_run")
+    return isinstance(registered, Services)
 
 
 def collect_objects(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
     """Return the states of the registered objects; that of a trainer is not copied."""
     sources = {
-        name: vars(value)["_state"] if _is_trainer(value) else value
+        name: value.engine.state if isinstance(value, Services) else value
         for name, value in stateful.items()
     }
     return {name: source.state_dict() for name, source in sources.items()}

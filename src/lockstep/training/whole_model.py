@@ -177,7 +177,7 @@ class WholeModelExecutor:
         """Evaluate the model, or a copy of it with other weights."""
         called = self._called if model is None else model
         try:
-            return evaluate(called, batches, self._parallel, task, self._seed, self._blocks)
+            return evaluate(called, batches, task, self._seed, self._blocks)
         finally:
             if self._parallel.is_interleaved:  # torch keeps what it gathered until a backward
                 root: Any = getattr(called, "_orig_mod", called)
