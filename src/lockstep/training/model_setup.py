@@ -136,7 +136,7 @@ def set_up_model(
     average = _distribute_weights(
         module, blocks, parallel, partitioner, seed, ema_decay, is_shared=is_shared
     )
-    optimization = Optimization(module, optimizers, average, parallel.device)
+    optimization = Optimization.make(module, optimizers, average, parallel.device)
     of_optimizer = optimization.describe()
     verify_across_ranks(
         "the optimizer of a Trainer",

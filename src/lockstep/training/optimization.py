@@ -38,47 +38,66 @@ __all__ = ["Optimization", "OptimizerHookCheck", "copy_on_meta", "make_average"]
 
 
 class Optimization:
-    """The optimizers, schedulers and weight average of a trainer; equal on every rank.
+    """The optimizers, schedulers and weight average of a training; equal on every rank.
 
     Args:
         module: The model.
-        configs: The optimizers with their groups and schedulers.
+        schedules: The optimizers with their schedulers.
         average: The average of the weights; None: there is none.
-        device: The device of the parameters.
 
     Attributes:
         names: The names of the model's parameters.
+        schedules: The argument.
+        optimizers: The optimizers.
+        optimizer: The optimizers as one.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        schedules: Sequence[LearningRateSchedule],
+        average: AveragedModel | None,
+    ) -> None:
+        self.module = module
+        self.average = average
+        self.schedules = [*schedules]
+        self.optimizers = tuple(schedule.optimizer for schedule in schedules)
+        self.names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
+        self.optimizer = (
+            self.optimizers[0] if len(schedules) == 1 else CombinedOptimizer(self.optimizers)
+        )
+        self._guard = _StepGuard({id(optimizer) for optimizer in self.optimizers})
+        self._nested = [one for optimizer in self.optimizers for one in find_nested(optimizer)]
+        # Each rank steps some parameters, or pieces of them, so hooks would see only these.
+        self.is_split = False
+        self.sharded: ShardedOptimizer | None = None
+
+    @classmethod
+    def make(
+        cls,
+        module: nn.Module,
         configs: Sequence[OptimizerConfig],
         average: AveragedModel | None,
         device: torch.device,
-    ) -> None:
-        self.module, self.average = module, average
-        self.optimizers = make_optimizers(configs, module)
-        self.names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
+    ) -> Optimization:
+        """Make the optimizers and schedulers of a trainer, which steps them itself.
+
+        Args:
+            module: The model.
+            configs: The optimizers with their groups and schedulers.
+            average: The average of the weights; None: there is none.
+            device: The device of the parameters.
+        """
+        optimizers = make_optimizers(configs, module)
+        names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         sparse = sparse_weights(module.modules())
-        for optimizer in self.optimizers:
-            require_complete_state(optimizer, self.names, sparse, device)
-        self.optimizer = (
-            self.optimizers[0] if len(configs) == 1 else CombinedOptimizer(self.optimizers)
-        )
-        self._guard = _StepGuard({id(optimizer) for optimizer in self.optimizers})
-        self._nested = [
-            nested for optimizer in self.optimizers for nested in find_nested(optimizer)
-        ]
-        # Each rank steps some parameters, or pieces of them, so hooks would see only these.
-        self.is_split = False
-        self.schedules = [
-            LearningRateSchedule(config, optimizer)
-            for config, optimizer in zip(configs, self.optimizers, strict=True)
-        ]
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(self._guard)
-        self.sharded: ShardedOptimizer | None = None
+        for optimizer in optimizers:
+            require_complete_state(optimizer, names, sparse, device)
+        schedules = map(LearningRateSchedule, configs, optimizers)
+        made = cls(module, list(schedules), average)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(made._guard)
+        return made
 
     @property
     def storage(self) -> str:
