@@ -78,7 +78,7 @@ def swap():
     """Exchange statuses whose floats need all their bits, and one that is longer than a page."""
     rank = dist.get_rank()
     values = [1 / 3, 5e-324, math.inf, -0.0]
-    results = [MicrobatchResult(rank, 3, 0.1, values[rank], {"é": 1e300 / 7})]
+    results = [MicrobatchResult(rank, 3, 0.1, values[rank], {"é": (1e300 / 7, 3.0)})]
     long = [f"rank {rank}: {'x' * 5000}"] if rank == 1 else []
     mine = RankStatus(results if rank != 2 else [], batch="b", warnings=long)
     label = StepLabel(1, "in step 1", "", "")
@@ -133,8 +133,8 @@ def test_the_first_non_finite_loss_is_found_with_its_rank(value):
 
 def test_metrics_are_means_over_the_samples():
     statuses = [
-        status(MicrobatchResult(0, 3, 0.0, 0.0, {"hit": 1.0})),
-        status(MicrobatchResult(1, 1, 0.0, 0.0, {"hit": 0.0, "rare": 5.0})),
+        status(MicrobatchResult(0, 3, 0.0, 0.0, {"hit": (1.0, 3.0)})),
+        status(MicrobatchResult(1, 1, 0.0, 0.0, {"hit": (0.0, 1.0), "rare": (5.0, 2.0)})),
     ]
     assert merged(statuses, 2).average_metrics() == {"hit": 0.75, "rare": 5.0}
     assert merged([status()], 1).average_metrics() == {}
@@ -177,6 +177,7 @@ def test_warnings_are_listed_once_with_the_first_rank_that_has_them():
 
 # --- any tree ------------------------------------------------------------------------------------
 
+METRICS = st.dictionaries(st.sampled_from("pq"), st.tuples(st.floats(-1e9, 1e9), st.floats(0.5, 9)))
 FLOATS = st.floats(-1e6, 1e6) | st.sampled_from([math.inf, -0.0, 5e-324, 1e16])
 TEXTS = st.sampled_from(["", "", "", "a", "b"])
 HASHES = st.sampled_from(["", "differ", "x", "y"])
@@ -194,7 +195,7 @@ def trainings(draw):
         results = [
             MicrobatchResult(
                 leaf, draw(st.integers(1, 5)), draw(st.sampled_from([0.5, 0.3])), draw(FLOATS),
-                draw(st.dictionaries(st.sampled_from("pq"), st.floats(-1e9, 1e9))),
+                draw(METRICS),
             )
             for leaf in owned if draw(st.integers(0, 5))
         ]  # fmt: skip
@@ -248,8 +249,9 @@ class Expected(NamedTuple):
         metrics = {}
         for name in {name for each in results for name in each.metrics}:
             known = [each for each in results if name in each.metrics]
-            sums = math.fsum(each.metrics[name] * each.size for each in known)
-            metrics[name] = sums / sum(each.size for each in known)
+            pairs = [each.metrics[name] for each in known]
+            weights = math.fsum(weight for _, weight in pairs)
+            metrics[name] = math.fsum(value * weight for value, weight in pairs) / weights
         reports = [each.buffers[0].hashes for each in statuses[::stages] if each.buffers[0].hashes]
         columns = [set(column) for column in zip(*reports, strict=True)]
         differing = [n for n, seen in enumerate(columns) if "differ" in seen or len(seen) > 1]
@@ -287,7 +289,7 @@ def test_the_size_of_a_summary_does_not_grow_with_the_number_of_ranks():
     for ranks in (128, 1024, 8192):
         statuses = [
             status(
-                MicrobatchResult(rank, 1, 1 / ranks, 1 / (rank + 1), {"hit": rank / 7}),
+                MicrobatchResult(rank, 1, 1 / ranks, 1 / (rank + 1), {"hit": (rank / 7, 1.0)}),
                 buffers=[BufferReport(["x"])], gradients=["ff"], batch="b",
                 hooks={"usage": RankUsage.of(RankTimes(rank, 0.5, 0.25, 0, 7))},
             )

@@ -279,6 +279,7 @@ def refused(action):
 def train_twice():
     model = shard(Twice(), dist.group.WORLD)
     exact = ls.exact(model, microbatches=2)
+    exact.begin()
     exact.weigh(model(torch.ones(2, 6)).sum()).backward()
 
 
@@ -287,6 +288,7 @@ def train_clipped_by_torch():
     exact = ls.exact(model, microbatches=2)
     optimizer = SGD(model.parameters())
     while not exact.is_complete:
+        exact.begin()
         exact.weigh(model(torch.ones(2, 6)).sum()).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
@@ -306,6 +308,7 @@ def train_other_modules():
         shard(part, dist.group.WORLD)
     shard(model, dist.group.WORLD)
     exact = ls.exact(model, microbatches=2)
+    exact.begin()
     exact.weigh(model(torch.ones(2, 6)).sum()).backward()
 
 
@@ -350,6 +353,7 @@ def train_skipping():
     model = shard(Skipping(), dist.group.WORLD)
     exact = ls.exact(model, microbatches=2)
     while not exact.is_complete:
+        exact.begin()
         exact.weigh(model(torch.ones(2, 6)).sum()).backward()
 
 

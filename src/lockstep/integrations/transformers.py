@@ -29,7 +29,8 @@ from lockstep.integrations.accumulation import (
     replace_sampler,
 )
 from lockstep.kernel.errors import UsageError
-from lockstep.training.exact import Exact, exact
+from lockstep.training.exact import Exact
+from lockstep.training.exact_setup import exact
 
 __all__ = ["ExactTrainer"]
 

@@ -78,8 +78,8 @@ class RankStatus:
     hooks: dict[str, Any] = field(default_factory=dict)
 
 
-MetricSum = tuple[int, PartialSums]
-"""The samples of a metric, and the exact sum of its values times their samples."""
+MetricSum = tuple[PartialSums, PartialSums]
+"""The exact sum of the weights of a metric, and that of its values times their weights."""
 
 
 class NonFiniteLoss(NamedTuple):
@@ -119,7 +119,7 @@ class StatusSummary(NamedTuple):
         buffers: For each position and part, the results for the buffers.
         nodes: The losses times their shares, added along the tree, as (first leaf, end, sum).
         losses: The index and the loss of each micro-batch, if the ranks are few.
-        metrics: For each metric the number of samples, and the sum of the values times samples.
+        metrics: For each metric the sum of the weights, and that of the values times weights.
         warnings: The first rank that has each warning, and the warning.
         hooks: The merged values of the hooks, by their names.
     """
@@ -193,8 +193,9 @@ class StatusSummary(NamedTuple):
         return total(known, self.leaves, add)
 
     def average_metrics(self) -> dict[str, float]:
-        """Return each metric's mean over the samples of the micro-batches that reported it."""
-        return {name: round_sum(sums) / samples for name, (samples, sums) in self.metrics.items()}
+        """Return each metric's mean over the micro-batches that reported it, by their weights."""
+        pairs = {name: map(round_sum, sums) for name, sums in self.metrics.items()}
+        return {name: value / weight for name, (weight, value) in pairs.items()}
 
 
 def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, Any]) -> RankStatus:
@@ -240,7 +241,10 @@ def _read_result(computed: ComputedMicrobatch) -> MicrobatchResult:
     microbatch, given, loss = computed.microbatch, computed.metrics, 0.0
     for part in computed.losses:
         loss += float(part)
-    metrics = {name: float(value) for name, value in given.items()} if given else {}
+    metrics = {}
+    for name, value in given.items():
+        value, weight = value if isinstance(value, tuple) else (value, microbatch.size)
+        metrics[name] = float(value), float(weight)
     return MicrobatchResult(microbatch.index, microbatch.size, computed.share, loss, metrics)
 
 
@@ -307,15 +311,15 @@ def _merge_buffers(left: list[BufferReport], right: list[BufferReport]) -> list[
 
 
 def _add_metrics(left: MetricSum, right: MetricSum) -> MetricSum:
-    return left[0] + right[0], merge_partial_sums(left[1], right[1])
+    return merge_partial_sums(left[0], right[0]), merge_partial_sums(left[1], right[1])
 
 
 def _sum_metrics(results: Sequence[MicrobatchResult]) -> dict[str, MetricSum]:
     sums = {}
     for name in dict.fromkeys(name for result in results for name in result.metrics):
-        known = [result for result in results if name in result.metrics]
-        terms = (result.metrics[name] * result.size for result in known)
-        sums[name] = sum(result.size for result in known), compute_partial_sums(terms)
+        pairs = [result.metrics[name] for result in results if name in result.metrics]
+        weights = compute_partial_sums(weight for _, weight in pairs)
+        sums[name] = weights, compute_partial_sums(value * weight for value, weight in pairs)
     return sums
 
 

@@ -118,19 +118,22 @@ class MicrobatchResult(NamedTuple):
         size: The number of its samples.
         share: Its share of the batch's loss.
         loss: Its loss, not multiplied by the share.
-        metrics: Its metrics by name.
+        metrics: Its metrics by name, each with its weight in the mean over the batch.
     """
 
     leaf: int
     size: int
     share: float
     loss: float
-    metrics: Mapping[str, float] = MappingProxyType({})
+    metrics: Mapping[str, tuple[float, float]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
 class ComputedMicrobatch:
-    """A micro-batch whose losses and metrics are still tensors."""
+    """A micro-batch whose losses and metrics are still tensors.
+
+    A metric is a value, whose weight is the number of samples, or a pair of value and weight.
+    """
 
     microbatch: Microbatch
     share: float
@@ -251,6 +254,7 @@ class StepContext:
         failure: The failure that stops the step on every rank.
         refusal: Why the step is refused on every rank, such as a forbidden write; "" if it is not.
         is_repeatable: Whether a hook may have the step computed again.
+        may_overflow: Whether the script scales its losses, so that gradients may overflow.
     """
 
     attempt: Attempt
@@ -265,6 +269,7 @@ class StepContext:
     failure: StepFailure | None = None
     refusal: str = ""
     is_repeatable: bool = True
+    may_overflow: bool = False
 
     def __post_init__(self) -> None:
         """Keep the number of the step, and its place for messages."""

@@ -70,7 +70,7 @@ def _read_buffers(values: dict[str, Any]) -> dict[str, list[BufferReport]]:
 
 
 def _read_metrics(values: dict[str, Any]) -> dict[str, MetricSum]:
-    return {name: (samples, sums) for name, (samples, sums) in values.items()}
+    return {name: (weights, sums) for name, (weights, sums) in values.items()}
 
 
 READERS: dict[str, Callable[[Any], Any]] = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from lockstep.audit.audit_hook import Audit
 from lockstep.audit.call_audit_hook import CallAuditHook
 from lockstep.audit.replica_check import ReplicaCheck
 from lockstep.checkpoint.save_schedule import CheckpointConfig
+from lockstep.checkpoint.stop_request import Finish
 from lockstep.comm.collectives import broadcast_bytes
-from lockstep.data.loader import GatherFn
+from lockstep.data.loader import Batches
 from lockstep.elastic.membership import (
     Membership,
     exchange,
@@ -44,6 +45,7 @@ from lockstep.model.time_first import TimeFirstWarning
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import Progress
 from lockstep.training.compatibility import describe_run
+from lockstep.training.epoch import Epoch
 from lockstep.training.evaluation_operation import EvaluationOperation
 from lockstep.training.history import Callback, History
 from lockstep.training.model_setup import ModelSetup
@@ -87,6 +89,8 @@ class EngineOptions:
         audit: When a micro-batch is computed again; None: never.
         is_exact: Whether the script computes the micro-batches of every step, and steps the
             optimizers.
+        hooks: More hooks of the steps.
+        has_optimizers: Whether the optimizers are known from the beginning.
     """
 
     seed: int
@@ -99,6 +103,8 @@ class EngineOptions:
     progress: bool | None = None
     audit: AuditConfig | None = None
     is_exact: bool = False
+    hooks: Sequence[StepHook] = ()
+    has_optimizers: bool = True
 
 
 class Engine:
@@ -184,11 +190,35 @@ class Engine:
             if not is_rank0:
                 self.history.keep_backlog()
 
-    def make_agree(self, what: Callable[[], str]) -> GatherFn:
-        """Return a function that compares messages of all ranks; `what` is for errors."""
-        return lambda message, doing: exchange(
-            lambda: message, f"{doing} {what()}", self.parallel.group
+    def make_batches(
+        self, data: Mapping[str, Any], seed: int | None, epoch: int | None, finish: Finish
+    ) -> Batches:
+        """Return the global batches of one epoch, of which each rank loads its own micro-batches.
+
+        Args:
+            data: The dataset and its options, as `resolve_data` returns them.
+            seed: The seed of order and augmentation; None: that of the training.
+            epoch: The number of the epoch; None: the one after the latest.
+            finish: The function that ends the training if it stops on request.
+        """
+        self.run.begin()
+        position, group = self.state.position, self.parallel.group
+
+        def agree(message: bytes, doing: str) -> list[bytes]:
+            return exchange(lambda: message, f"{doing} epoch {position.epoch}", group)
+
+        batches = Epoch(
+            self.run,
+            finish,
+            **data,
+            **self.parallel.loader_options(),
+            seed=self.options.seed if seed is None else seed,
+            epoch=epoch,
+            agree=agree,
         )
+        if self.rounds is not None:
+            self.rounds.follow(batches)
+        return batches
 
     def save_weights(self, path: Path, ema: bool) -> None:
         """Write the weights to a file from rank 0, unless a command observes the steps."""
@@ -216,7 +246,7 @@ class Engine:
         hooks.append(StepUsage())
         if is_resumable:
             hooks.append(self.run.safe_points)
-        return [*hooks, self.history]
+        return [*hooks, *self.options.hooks, self.history]
 
     def _list_audits(
         self, config: AuditConfig, member: Membership | None, hooks: list[StepHook]
@@ -225,7 +255,9 @@ class Engine:
         parallel, executor, record = self.parallel, self.setup.executor, self._record_finding
         position = executor.position
         modules = parallel.modules_with(self.setup.model)
-        hooks = [*hooks, CallAuditHook(config, parallel, position, executor.find_calls, record)]
+        who = "ls.exact" if self.options.is_exact else "trainer.manual_step()"
+        calls = CallAuditHook(config, parallel, position, executor.find_calls, record, who)
+        hooks = [*hooks, calls]
         if isinstance(executor, WholeModelExecutor) and not self.options.is_exact:
             leave = None if member is None else self._leave_if
             repeat, stop = executor.repeat, self.run.safe_points.stop

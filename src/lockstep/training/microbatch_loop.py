@@ -85,6 +85,9 @@ class CollectedGradients(GradientSums, Protocol):
     def launch_remaining(self) -> None:
         """Begin to exchange the sums that are complete."""
 
+    def sample(self) -> torch.Tensor:
+        """Return some elements of the sums, to find changes that depend on the number of ranks."""
+
 
 class MicrobatchLoop:
     """The loop of one step; use it as `ManualStep` describes.
@@ -195,6 +198,11 @@ class MicrobatchLoop:
             else:
                 with autocast:
                     yield data
+            if not self.current.losses:
+                raise UsageError(
+                    f"{self.place}: step.backward(loss) was not called: write it instead of "
+                    "loss.backward()"
+                )
             self.end()
         self.close_sums()
 
@@ -234,11 +242,6 @@ class MicrobatchLoop:
         """End the micro-batch, whose backward has run: its gradients become a leaf of the tree."""
         step, current = self.step, self.current
         assert current is not None
-        if not current.losses:
-            raise UsageError(
-                f"{self.place}: step.backward(loss) was not called: write it instead of "
-                "loss.backward()"
-            )
         if step.observers:
             index = current.microbatch.index
             step.observe_microbatch(index, self.gradients.hash_current, self.buffers.current)
@@ -247,6 +250,18 @@ class MicrobatchLoop:
         else:
             self._collect(current.microbatch)
         step.computed.append(current)
+        self.current = None
+        self.place = self._first_place
+
+    def skip(self) -> None:
+        """End the micro-batch without its gradients and its loss, because its weight is 0."""
+        assert self.current is not None
+        for parameter in self.parameters:
+            parameter.grad = None
+        microbatch = self.current.microbatch
+        if self._has_buffers:
+            self.buffers.collect(microbatch.index, microbatch.size / self.step.samples)
+        self._sums.skip(microbatch.index)
         self.current = None
         self.place = self._first_place
 
@@ -271,8 +286,9 @@ class MicrobatchLoop:
         metrics: Mapping[str, Any] | None = None,
         retain_graph: bool = False,
         final: bool = False,
+        root: torch.Tensor | None = None,
     ) -> None:
-        """Run backward from the loss of the current micro-batch."""
+        """Run backward from the loss of the current micro-batch, or from a scaled one, `root`."""
         step, current = self.step, self.current
         if current is None:
             raise UsageError(
@@ -296,13 +312,13 @@ class MicrobatchLoop:
             current.metrics.update(metrics)
         is_watched = final and index == self._watched
         if not is_watched and not torch.is_autocast_enabled(self.parallel.device_type):
-            root, gradient = self.roots.find(loss, share)
-            run_backward(root, gradient, retain_graph)
+            start, gradient = self.roots.find(loss if root is None else root, share)
+            run_backward(start, gradient, retain_graph)
             return
         with self.parallel.without_autocast():
-            root, gradient = self.roots.find(loss, share)
-            with self.gradients.watch_backward(root, index) if is_watched else NOTHING:
-                run_backward(root, gradient, retain_graph)
+            start, gradient = self.roots.find(loss if root is None else root, share)
+            with self.gradients.watch_backward(start, index) if is_watched else NOTHING:
+                run_backward(start, gradient, retain_graph)
 
     def record_mean(self, loss: torch.Tensor) -> None:
         """Show a loss of the whole batch to the observers."""

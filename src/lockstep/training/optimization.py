@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,6 +45,7 @@ class Optimization:
         module: The model.
         schedules: The optimizers with their schedulers.
         average: The average of the weights; None: there is none.
+        is_combined: Whether optimizers may be added.
 
     Attributes:
         names: The names of the model's parameters.
@@ -57,6 +59,8 @@ class Optimization:
         module: nn.Module,
         schedules: Sequence[LearningRateSchedule],
         average: AveragedModel | None,
+        *,
+        is_combined: bool = False,
     ) -> None:
         self.module = module
         self.average = average
@@ -64,7 +68,9 @@ class Optimization:
         self.optimizers = tuple(schedule.optimizer for schedule in schedules)
         self.names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         self.optimizer = (
-            self.optimizers[0] if len(schedules) == 1 else CombinedOptimizer(self.optimizers)
+            self.optimizers[0]
+            if len(schedules) == 1 and not is_combined
+            else CombinedOptimizer(self.optimizers)
         )
         self._guard = _StepGuard({id(optimizer) for optimizer in self.optimizers})
         self._nested = [one for optimizer in self.optimizers for one in find_nested(optimizer)]
@@ -99,6 +105,13 @@ class Optimization:
             optimizer.register_step_pre_hook(made._guard)
         return made
 
+    def add(self, schedule: LearningRateSchedule) -> None:
+        """Add an optimizer of the script."""
+        assert isinstance(self.optimizer, CombinedOptimizer)
+        self.schedules.append(schedule)
+        self.optimizers = (*self.optimizers, schedule.optimizer)
+        self.optimizer.members = self.optimizers
+
     @property
     def storage(self) -> str:
         """The storage of the parameters, as the argument of `Trainer` names it."""
@@ -111,7 +124,9 @@ class Optimization:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first parameter group."""
+        """The learning rate of the first parameter group; NaN without optimizers."""
+        if not self.optimizers:
+            return math.nan
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def get_only_schedule(self, name: str) -> LearningRateSchedule:
@@ -201,7 +216,9 @@ class Optimization:
     def tensors(self) -> dict[str, Any]:
         """Return the optimizer's tensors by name, such as "conv.weight/exp_avg"."""
         states = self.optimizer.state if self.sharded is None else self.sharded.states()
-        return name_optimizer_tensors({self.names[p]: state for p, state in states.items()})
+        # An optimizer of the script may have parameters of other models, too.
+        own = {self.names[p]: state for p, state in states.items() if p in self.names}
+        return name_optimizer_tensors(own)
 
     def local_state(self) -> dict[str, Any]:
         """Return the state of this rank's parameters, by names such as "conv.weight/exp_avg".

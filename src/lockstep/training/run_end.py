@@ -20,7 +20,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.elastic.membership import Membership
@@ -59,6 +59,8 @@ class RunEnd:
         self._began = time.perf_counter()
         self._is_finished = False
         self._dropped: weakref.finalize[..., RunEnd] | None = None
+        self.settle: Callable[[], None] | None = None
+        """Commits the last step of a script's loop."""
 
     def begin(self, run: ResumableRun, is_recorded: bool) -> None:
         """Set the run, which saves the last checkpoint, and whether the last line has digests.
@@ -119,6 +121,8 @@ class RunEnd:
         has_left = self._member is not None and self._member.has_left
         if self._is_finished or self._run is None or has_left:
             return
+        if self.settle is not None:
+            self.settle()
         self._is_finished = True
         self._run.safe_points.report_saved()
         if state == "done" and self._history.failures:

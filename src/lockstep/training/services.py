@@ -7,15 +7,16 @@ that a reader of a loop need not know the machinery behind them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from torch import nn
 
-from lockstep.checkpoint.stop_request import stopping
+from lockstep.checkpoint.stop_request import Finish, stopping
 from lockstep.data.dataloader import resolve_data
+from lockstep.data.loader import Batches
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.parallel_context import ParallelContext
@@ -42,8 +43,14 @@ class EngineParts(Protocol):
     def save_weights(self, path: Path, ema: bool) -> None:
         """Write the weights to a file from rank 0, unless a command observes the steps."""
 
-    def make_agree(self, what: Callable[[], str]) -> Callable[[bytes, str], list[bytes]]:
-        """Return a function that compares messages of all ranks; `what` is for errors."""
+    def make_batches(
+        self,
+        data: Mapping[str, Any],
+        seed: int | None,
+        epoch: int | None,
+        finish: Finish,
+    ) -> Batches:
+        """Return the global batches of one epoch, of which each rank loads its part."""
 
 
 class Services:

@@ -55,6 +55,16 @@ class StepOperation:
         modules = self._parallel.modules_with(model).values()
         self.modules = {id(getattr(module, "_orig_mod", module)) for module in modules}
 
+    @property
+    def number(self) -> int:
+        """The number of the next step."""
+        return self._position.steps
+
+    @property
+    def where(self) -> str:
+        """This rank, for messages."""
+        return f"rank {self._parallel.rank}"
+
     def take(self, batch: Any) -> float:
         """Take one step on a batch, and return its loss."""
         if _open_steps:

@@ -29,7 +29,6 @@ from lockstep.model.predictions import Predictions
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.engine import Engine, EngineOptions
-from lockstep.training.epoch import Epoch
 from lockstep.training.history import Callback, History
 from lockstep.training.manual_step import ManualStep
 from lockstep.training.model_setup import set_up_model
@@ -253,19 +252,8 @@ class Trainer(Services):
             DisagreementError: While iterating, ranks ask for different batches; raised on every
                 rank.
         """
-        self._run.begin()
-        batches = Epoch(
-            self._run,
-            self.finish,
-            **resolve_data(dataset, batch_size, options),
-            **self.parallel.loader_options(),
-            seed=self.seed if seed is None else seed,
-            epoch=epoch,
-            agree=self.engine.make_agree(lambda: f"epoch {self.epoch}"),
-        )
-        if self.engine.rounds is not None:
-            self.engine.rounds.follow(batches)
-        return batches
+        given = resolve_data(dataset, batch_size, options)
+        return self.engine.make_batches(given, seed, epoch, self.finish)
 
     def step(self, batch: Any) -> float:
         """Train on one global batch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -81,6 +81,7 @@ class WholeModelExecutor:
         self._gradients.enter_group()
 
     is_ready = True
+    left_early = LEFT_EARLY
 
     def prepare(self, batch: Any) -> Any:
         """Return the batch unchanged: a whole model needs no preparation."""
@@ -108,12 +109,12 @@ class WholeModelExecutor:
             recomputing = self._checkpointing.enable(buffers)
             explaining = self._checkpointing.explain_errors()
         try:
-            with recomputing, self._scopes.seed_calls():
+            with recomputing, self._seed_calls():
                 try:
                     with explaining:
                         yield loop
                         if step.batch is None or loop.current is not None:
-                            raise UsageError(LEFT_EARLY)
+                            raise UsageError(self.left_early)
                 except BaseException as error:
                     loop.close(error)
                     raise
@@ -122,6 +123,10 @@ class WholeModelExecutor:
             if explained := explain_device_error(error, self._module, loop.place):
                 raise explained from error
             raise
+
+    def _seed_calls(self) -> AbstractContextManager[None]:
+        """Return the context in which the calls of the scopes are seeded in a step."""
+        return self._scopes.seed_calls()
 
     def repeat(self, microbatch: Microbatch, share: float) -> dict[str, int]:
         """Compute a micro-batch again, inside of `open`; return hashes of its results."""
