@@ -23,7 +23,7 @@ import models
 import pytest_lockstep
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.kernel import spec
-from lockstep.kernel.errors import RankError, StateError, UsageError
+from lockstep.kernel.errors import LossError, RankError, StateError, UsageError
 
 SAMPLES, BATCH = 43, 19  # batches of 19, 19 and 5 samples
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -508,10 +508,84 @@ def returns_nothing(loop):
 def left_batch(loop):
     data = rows(16)
     sampler = loop.exact.sampler(data, 8)
+    iterations = []
     for _ in range(2):
-        inputs, _ = next(loop.exact.microbatches(DataLoader(data, batch_sampler=sampler)))
+        iterations.append(loop.exact.microbatches(DataLoader(data, batch_sampler=sampler)))
+        inputs, _ = next(iterations[-1])
         sampler.set_epoch(1)
         loop.exact.weigh(loop.model(inputs).mean()).backward()
+
+
+def leaves_batch(loop):
+    data = rows(16)
+    sampler = loop.exact.sampler(data, 8)
+    for _ in range(2):
+        for inputs, _ in loop.exact.microbatches(DataLoader(data, batch_sampler=sampler)):
+            loop.exact.weigh(loop.model(inputs).mean()).backward()
+            break
+        sampler.set_epoch(1)
+
+
+def leaves_nested_batch(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+            break
+
+
+def steps_after_leaving(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+            break
+        loop.optimizer.step()
+
+
+def has_no_nested_backward(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            loop.model(inputs).mean().backward()
+
+
+def has_two_final_backwards(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            loss = loop.model(inputs).mean()
+            batch.backward(loss, retain_graph=True)
+            batch.backward(loss)
+
+
+def reads_early(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        assert batch.loss
+
+
+def evaluates_inside(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+            loop.exact.evaluate(rows(16), 8, loss=F.cross_entropy)
+
+
+def forgets_zero_grad(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+        loop.optimizer.step()
+
+
+def has_one_sample(loop):
+    for batch in loop.exact.batches(rows(9), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def diverges(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean() * float("nan"))
 
 
 def exhausted(loop):
@@ -559,6 +633,16 @@ MISTAKES = {
     weighs_some: "1 of 4 micro-batches have a weight",
     returns_nothing: "no tensor with a gradient in the object",
     left_batch: "batch 0 of epoch 0 was left before its last micro-batch",
+    leaves_batch: "the loop was left before the last micro-batch of the batch",
+    leaves_nested_batch: "the loop was left before the last micro-batch of the batch",
+    steps_after_leaving: "the loop was left before the last micro-batch of the batch",
+    has_no_nested_backward: r"backward\(loss\) was not called: write it instead of loss.backward",
+    has_two_final_backwards: "a second backward of the micro-batch: add its losses and call",
+    reads_early: "batch.loss is known after the loop over the batch",
+    evaluates_inside: r"exact.evaluate\(\) was called in the middle of a batch",
+    forgets_zero_grad: r"call optimizer.zero_grad\(\) once per batch",
+    has_one_sample: r"micro-batch \d holds one sample, and batch norm .* drop_last=True",
+    diverges: "the loss is nan",
     exhausted: "the sampler of ls.exact has yielded no other one",
     saves_early: "between two steps",
     has_closure: r"call optimizer.step\(\) without a closure",
@@ -571,8 +655,10 @@ MISTAKES = {
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_is_one_sentence(mistake):
-    with pytest.raises((UsageError, StateError), match=MISTAKES[mistake]) as caught:
-        mistake(Mistakes())
+    loop = Mistakes()
+    with pytest.raises((UsageError, StateError, LossError), match=MISTAKES[mistake]) as caught:
+        mistake(loop)
+    loop.exact.finish("failed")
     assert "\n" not in str(caught.value)
 
 
@@ -607,6 +693,7 @@ def test_a_copy_of_a_model_takes_no_part():
     copied(torch.randn(5, 6)).sum().backward()  # would be a micro-batch, after a draw
     assert copied[0].weight.grad is not None
     assert ls.exact(copied).steps == 0
+    loop.exact.finish("failed")
 
 
 def disagree(kind):

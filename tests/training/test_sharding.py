@@ -269,10 +269,21 @@ class Twice(nn.Module):
 
 def refused(action):
     """Return the message of the error that an action raises."""
-    try:
-        action()
-    except LockstepError as error:
-        return str(error)
+    handles, made = [], ls.exact
+
+    def attach(*args, **kwargs):
+        handles.append(made(*args, **kwargs))
+        return handles[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ls, "exact", attach)
+        try:
+            action()
+        except LockstepError as error:
+            return str(error)
+        finally:
+            for exact in handles:
+                exact._script_steps.leave()
     return "no error"
 
 

@@ -234,7 +234,8 @@ class Engine:
         """Return the hooks that take part in every step, in this order."""
         setup, parallel = self.setup, self.parallel
         position, optimization = setup.executor.position, setup.optimization
-        hooks: list[StepHook] = [KernelSettings(setup.model), CollectiveCallCheck(position)]
+        settings = KernelSettings(setup.model, may_overlap=self.options.is_exact)
+        hooks: list[StepHook] = [settings, CollectiveCallCheck(position)]
         if optimization.sharded is not None:
             hooks.append(SharedStateCheck(optimization.sharded, setup.state_check.held))
         hooks += setup.checks

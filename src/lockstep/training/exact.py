@@ -369,4 +369,6 @@ class Exact(Services):
             UsageError: A resumed script ended before it reached the position of the other run.
         """
         self._script_steps.settle()
+        if self._flat is not None:
+            self._flat.leave()
         super().finish(state, message)

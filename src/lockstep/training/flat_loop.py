@@ -109,8 +109,18 @@ class FlatLoop:
             )
         for item in loader:
             self.begin()
-            yield align_tensors(item)
+            try:
+                yield align_tensors(item)
+            except GeneratorExit:  # after `break`, or an exception in the body of the loop
+                self.leave()
+                raise
         self._steps.settle()
+
+    def leave(self) -> None:
+        """Undo a step that was left before its last micro-batch."""
+        self._loop = self._current = None
+        self._remaining = 0
+        self._steps.leave()
 
     def _next(self) -> PlannedMicrobatch:
         """Return the next micro-batch of this rank."""
@@ -147,8 +157,7 @@ class FlatLoop:
         batch = loop.step.batch
         assert batch is not None
         if self._sampler and (batch.epoch, batch.identity.position) != planned[4:6]:
-            self._loop = None
-            self._steps.leave()
+            self.leave()
             raise UsageError(
                 f"{self._steps.place}: batch {batch.identity.position} of epoch {batch.epoch} was "
                 "left before its last micro-batch: train on all micro-batches of a batch"
@@ -246,12 +255,18 @@ class FlatLoop:
             loop.open(loop.step.batch)
             self._has_gradients = True
 
-    @torch.no_grad()
     def end_backward(self) -> None:
         """End the micro-batch, unless this was `torch.autograd.grad`; the last one ends a step."""
-        loop, current = self._loop, self._current
-        if loop is None or current is None or not self._steps.has_gradients:
+        if self._loop is None or self._current is None or not self._steps.has_gradients:
             return
+        try:
+            self._end(self._loop, self._current)
+        except BaseException as error:
+            self._loop = None
+            self._steps.fail(error)
+
+    @torch.no_grad()
+    def _end(self, loop: MicrobatchLoop, current: PlannedMicrobatch) -> None:
         if not self._is_weighed and not self._has_warned and self._parallel.rank == 0:
             self._has_warned = True
             log(
