@@ -15,19 +15,17 @@ checks, record, checkpoints and audit. `lockstep.training.exact_setup` makes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lockstep.checkpoint.stop_request import stopping
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.microbatch_sampler import MicrobatchSampler
-from lockstep.data_parallel.sharded_norm import clip_grad_norm_
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.model.evaluation import Evaluation, Scoring
@@ -51,7 +49,8 @@ class Exact(Services):
         engine: The parts of the training.
         steps: The steps of the loop.
         model: The model as the script calls it, perhaps in DistributedDataParallel.
-        shards: The ranks over which the parameters are sharded; None: they are not.
+        clip: A function of gradients, the largest norm and the call, for messages, that scales the
+            gradients, and returns their norm.
         flat_refusal: Why the loop has to be nested; "" if it need not be.
     """
 
@@ -60,13 +59,13 @@ class Exact(Services):
         engine: EngineParts,
         steps: ScriptSteps,
         model: nn.Module,
-        shards: dist.ProcessGroup | None = None,
+        clip: Callable[[Sequence[torch.Tensor], float, str], float],
         flat_refusal: str = "",
     ) -> None:
         super().__init__(engine)
         self._script_steps = steps
         self._outer = model
-        self._shards = shards
+        self._clip = clip
         self._flat_refusal = flat_refusal
         self._flat: FlatLoop | None = None
         self._start = (0, 0)  # the epoch and the batch at which a flat loop begins
@@ -199,7 +198,7 @@ class Exact(Services):
             )
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         about = f"clipping in step {self.steps - 1}"
-        norm = clip_grad_norm_(gradients, max_norm, self._shards, about)
+        norm = self._clip(gradients, max_norm, about)
         steps.note_clipped()
         return norm
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +30,7 @@ from lockstep.data_parallel.sharded_gradients import (
     find_mesh,
     is_fully_sharded,
 )
+from lockstep.data_parallel.sharded_norm import clip_grad_norm_
 from lockstep.elastic.membership import membership
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.launcher.world import require_world
@@ -183,7 +185,11 @@ def exact(
         partial(_follow, optimization, bool(config) or membership() is not None),
     )
     shards = None if given.mesh is None else given.mesh.shards
-    handle = Exact(engine, steps, given.called, shards, _refuse_flat_loop(config))
+
+    def clip(gradients: Sequence[torch.Tensor], max_norm: float, about: str) -> float:
+        return clip_grad_norm_(gradients, max_norm, shards, about)
+
+    handle = Exact(engine, steps, given.called, clip, _refuse_flat_loop(config))
     engine.end.settle = steps.settle
     _attached.add(given.module)
     if not engine.is_in_session and engine.run.is_resuming:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -22,10 +22,32 @@ from lockstep.kernel.step_context import Attempt, StepContext
 from lockstep.kernel.step_hooks import CommittedStep, RepeatStep
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.training.manual_step import ManualStep
-from lockstep.training.resumable_run import ResumableRun
 
 __all__ = ["OpenStep", "StepOperation"]
+
+
+class StepRun(Protocol):
+    """The run that steps belong to, with the state that they change."""
+
+    @property
+    def member(self) -> Any:
+        """This process as a member of an elastic run; None outside of one."""
+
+    @property
+    def state(self) -> Any:
+        """The state of the training: its executor, position, layout and history."""
+
+    @property
+    def record(self) -> Any:
+        """The record of the run."""
+
+    @property
+    def safe_points(self) -> Any:
+        """What happens where the script can be continued."""
+
+    def require_repeatable_step(self) -> None:
+        """Raise UsageError for a step that a resumed script would have to repeat."""
+
 
 _open_steps: list[set[int]] = []
 """For each manual step that is open in this process, the ids of the modules that it calls."""
@@ -45,9 +67,9 @@ class StepOperation:
         modules: The ids of the modules that a step calls.
     """
 
-    def __init__(self, optimizer_step: OptimizerStep, model: nn.Module, run: ResumableRun) -> None:
+    def __init__(self, optimizer_step: OptimizerStep, model: nn.Module, run: StepRun) -> None:
         self.optimizer_step = optimizer_step
-        self.member = run.member
+        self.member: Any = run.member
         self._run = run
         self._state = run.state
         self._position = run.state.position
@@ -58,7 +80,8 @@ class StepOperation:
     @property
     def number(self) -> int:
         """The number of the next step."""
-        return self._position.steps
+        steps: int = self._position.steps
+        return steps
 
     @property
     def where(self) -> str:
@@ -94,20 +117,6 @@ class StepOperation:
         with CollectiveCallGuard(lambda: step.where):
             return self._state.executor.prepare(batch)
 
-    def open_manual(self) -> ManualStep:
-        """Return the context of a step whose micro-batches the script computes."""
-        self._require_whole_model()
-        return ManualStep(self._open(is_repeatable=False))
-
-    def open_attempts(self, *batches: Any) -> Iterator[ManualStep]:
-        """Yield the attempts at a step on batches, whose micro-batches the script computes."""
-        self._require_whole_model()
-        while True:
-            step = ManualStep(self._open(is_repeatable=True), *batches)
-            yield step
-            if not step.was_interrupted:
-                return
-
     def require_closed(self, call: str) -> None:
         """Raise UsageError if a manual step that calls one of the modules is open."""
         if any(modules & self.modules for modules in _open_steps):
@@ -116,7 +125,8 @@ class StepOperation:
                 "model has the buffers of this rank's micro-batch: call it after the block"
             )
 
-    def _require_whole_model(self) -> None:
+    def require_whole_model(self) -> None:
+        """Raise UsageError if the script cannot compute micro-batches itself."""
         if self._parallel.stages > 1:
             raise UsageError(
                 "a manual step needs the whole model on every rank: with stages, call "
@@ -125,8 +135,12 @@ class StepOperation:
         self._run.require_repeatable_step()
 
     @contextmanager
-    def _open(self, *, is_repeatable: bool) -> Iterator[Any]:
-        """Return the context of a step whose micro-batches the body computes, with its loop."""
+    def opening(self, *, is_repeatable: bool) -> Iterator[Any]:
+        """Return the context of a step whose micro-batches the body computes, with its loop.
+
+        Args:
+            is_repeatable: As for `open`.
+        """
         self.require_closed("manual_step()")
         opened = self.open(is_repeatable=is_repeatable)
         try:

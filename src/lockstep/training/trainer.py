@@ -296,7 +296,8 @@ class Trainer(Services):
         Raises:
             UsageError: The trainer has pipeline stages: no rank has the whole model.
         """
-        return self._steps.open_manual()
+        self._steps.require_whole_model()
+        return ManualStep(self._steps.opening(is_repeatable=False))
 
     def attempts(self, *batches: Any) -> Iterator[ManualStep]:
         """Yield attempts at one step that your own loop computes, until an attempt succeeds.
@@ -320,7 +321,12 @@ class Trainer(Services):
         Raises:
             UsageError: The trainer has pipeline stages: no rank has the whole model.
         """
-        return self._steps.open_attempts(*batches)
+        self._steps.require_whole_model()
+        while True:
+            step = ManualStep(self._steps.opening(is_repeatable=True), *batches)
+            yield step
+            if not step.was_interrupted:
+                return
 
     def evaluate(
         self, dataset: Any, batch_size: int | None = None, *, ema: bool = False, **options: Any
