@@ -263,7 +263,9 @@ class Engine:
             leave = None if member is None else self._leave_if
             repeat, stop = executor.repeat, self.run.safe_points.stop
             hooks.append(Audit(config, parallel, position, repeat, modules, record, stop, leave))
-        if parallel.replicas > 1 and self.setup.optimization.sharded is None:
+        # A process that joins an elastic run is alone at first.
+        has_replicas = parallel.replicas > 1 or member is not None
+        if has_replicas and self.setup.optimization.sharded is None:
             state = self.setup.optimization.local_state
             # First, before other checks raise an error about what it can restore.
             hooks.insert(0, ReplicaCheck(config, parallel, modules, state, record))
