@@ -284,6 +284,7 @@ class Engine:
                 state.digest,
                 state.optimizer_digest,
                 setup.optimization.local_state,
+                setup.optimization.optimizers,
                 is_exact=self.options.is_exact,
             )
         )
