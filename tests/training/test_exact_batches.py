@@ -3,24 +3,17 @@
 The digests, losses, norms and records of the trainer are the reference, on every number of ranks.
 """
 
-import contextlib
-import copy
 import random
 from functools import partial
 
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
-import models
-from lockstep.kernel.errors import RankError, UsageError
-from lockstep.record.reader import read_run
 
 SEED, MICROBATCHES = 11, 4
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -89,9 +82,15 @@ WRAPPERS = {"bare": lambda model: model, "wrapped": DistributedDataParallel}
 
 def train_trainer(data):
     trainer = ls.Trainer(
-        network(), nn.CrossEntropyLoss(), ADAMW, microbatches=MICROBATCHES, seed=SEED, loggers=[], progress=False,
+        network(),
+        nn.CrossEntropyLoss(),
+        ADAMW,
+        microbatches=MICROBATCHES,
+        seed=SEED,
+        loggers=[],
+        progress=False,
         metrics={"accuracy": accuracy},
-    )  # fmt: skip
+    )
     steps = []
     for epoch in range(2):
         for batch in trainer.batches(**DATA[data](), epoch=epoch):

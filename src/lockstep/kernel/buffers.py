@@ -271,6 +271,11 @@ class Buffers:
         self._results[microbatch] = list(map(self._keep, self.slots, results, same))
         self._shares[microbatch] = share
 
+    def adopt(self, earlier: Buffers) -> None:
+        """Continue with the results of an attempt at the same step."""
+        self._results = earlier._results
+        self._shares = earlier._shares
+
     def restore(self) -> None:
         """Install the step's buffers, with their values from its beginning."""
         for slot in self.slots:

@@ -66,9 +66,10 @@ class ExactBatch:
                 raise
             except BaseException as error:
                 steps.fail(error)
+            else:
+                is_finished = steps.finish()
             finally:
                 self._loop = None
-            is_finished = steps.finish()
         assert steps.opened is not None
         assert steps.opened.prepared is not None
         _, summary, self._norm = steps.opened.prepared

@@ -263,6 +263,12 @@ def _reject(given: Given, parallel: ParallelContext) -> None:
                 "ls.exact got a DistributedDataParallel in an elastic run, whose ranks come and "
                 "go: pass the model itself"
             )
+        if given.mesh is not None:
+            raise UsageError(
+                "ls.exact got a model sharded by fully_shard in an elastic run, and the shards of "
+                'a lost rank cannot be replaced: use ls.Trainer with storage="sharded", or train '
+                "without --min and --max"
+            )
     if wrapper is None:
         return
     refused = {
@@ -400,7 +406,13 @@ def _set_up(
         gradients = ShardedGradients(named, module)
     else:
         sparse = sparse_weights(module.modules())
-        gradients = GradientReducer(named, parallel.group, modules=[module], sparse=sparse)
+        gradients = GradientReducer(
+            named,
+            parallel.group,
+            modules=[module],
+            sparse=sparse,
+            keeps_sums=membership() is not None,
+        )
     blocks = find_block_names(given.inner, None)
     executor = ScriptExecutor(parallel, given.inner, module, gradients, blocks, {}, seed)
     modules = {"": module}

@@ -33,10 +33,13 @@ class GivenWeights(StepHook):
     def __init__(self) -> None:
         self.given: dict[int, float] = {}
         self.total: float | None = None
+        self._number = -1  # of the current step
 
     def begin(self, step: StepContext, batch: Any) -> None:
-        """Forget the weights of the last step."""
-        self.given = {}
+        """Forget the weights of the last step, but not those of an earlier attempt at this one."""
+        if step.number != self._number:
+            self.given = {}
+        self._number = step.number
         self.total = None
 
     def status(self, step: StepContext) -> Weights:

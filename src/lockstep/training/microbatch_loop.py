@@ -33,6 +33,7 @@ from lockstep.model.forward import Metric, explain_batch_norm, forward
 from lockstep.model.loss_root import LossRoot, record_loss, run_backward
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.training.kept_work import KeptWork, LeavesShare, RestOfStep, agree_on_rest
 
 __all__ = ["CollectedGradients", "MicrobatchLoop"]
 
@@ -104,6 +105,8 @@ class MicrobatchLoop:
         parameters: The parameters of the model.
         result: The result of the step; None before it is committed.
         place: The rank, the step and the micro-batch, for messages.
+        kept: What this rank has computed in an earlier attempt; None: nothing.
+        is_first_of_round: Whether the ranks agree on what is left of the step first.
         current: The micro-batch that is being computed; None between them.
     """
 
@@ -127,6 +130,10 @@ class MicrobatchLoop:
         self._given: tuple[Any, ...] = ()
         self._iteration: Iterator[Any] | None = None
         self._sums: MicrobatchSums
+        self._has_sums = False
+        self._is_rest = False  # whether another attempt has computed other micro-batches
+        self.kept: KeptWork | None = None
+        self.is_first_of_round = False
         self.current: ComputedMicrobatch | None = None
         self._watched = -1  # the micro-batch in whose backward buckets are launched
         self._has_buffers = bool(buffers.slots)
@@ -181,13 +188,17 @@ class MicrobatchLoop:
         return self._iteration
 
     def _microbatches(self, batches: tuple[Any, ...]) -> Iterator[Any]:
-        if self._given or len(batches) > 1:
-            batch = self.start(*batches)
-        else:  # the usual case, without a call
-            self._given = batches
-            self._whole = batches[0]
-            batch = start_batch(self.step, self._whole, self.parallel.count_ignored)
-        self.open(batch)
+        rest = agree_on_rest(self.kept, self.step) if self.is_first_of_round else None
+        if rest is not None:
+            batch = self._continue(batches[0], rest)
+        else:
+            if self._given or len(batches) > 1:
+                batch = self.start(*batches)
+            else:  # the usual case, without a call
+                self._given = batches
+                self._whole = batches[0]
+                batch = start_batch(self.step, self._whole, self.parallel.count_ignored)
+            self.open(batch)
         autocast = self._autocast
         for microbatch in batch.microbatches:
             data = self.begin(microbatch)
@@ -206,12 +217,39 @@ class MicrobatchLoop:
             self.end()
         self.close_sums()
 
+    # --- what is left of a step after a rank was lost -------------------------------------------
+
+    def keep(self) -> KeptWork | None:
+        """Return what this rank has computed; None if the step has no batch yet."""
+        return KeptWork(self.step, self._sums, self.buffers) if self._has_sums else self.kept
+
+    def _continue(self, whole: Any, rest: RestOfStep) -> Batch:
+        """Continue with what was kept; return the batch with the micro-batches that are left."""
+        step, parallel, own = self.step, self.parallel, self.parallel.share
+        share = LeavesShare(own.microbatches, own.hosts, own.replica, leaves=rest.leaves)
+        step.batch = batch = parallel.split(whole, share)
+        step.shares = rest.shares
+        step.samples = rest.samples
+        parallel.held_nodes = rest.nodes_by_rank
+        gradients: Any = self.gradients  # whole ones, since ranks with shards are replaced
+        sums = None
+        if self.kept is not None:
+            step.computed = [*self.kept.step.computed]
+            self.buffers.adopt(self.kept.buffers)
+            sums = self.kept.sums
+        self._sums = gradients.resume(sums, batch.leaves, rest.nodes_by_rank)
+        self._has_sums = self._is_rest = True
+        return batch
+
+    # --- a micro-batch -------------------------------------------------------------------------
+
     def open(self, batch: Batch) -> None:
         """Begin to add the gradients of this rank's part of the batch."""
         step, parallel = self.step, self.parallel
         if parallel.is_interleaved:
             parallel.share.require_turns(batch.leaves, len(step.shares))
         self._sums = self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
+        self._has_sums = True
         is_read = bool(step.observers) and any(one.observes_microbatches for one in step.observers)
         self.gradients.is_observed = is_read
         has_peers = parallel.replicas > 1
@@ -267,6 +305,9 @@ class MicrobatchLoop:
 
     def close_sums(self) -> None:
         """End the sums after this rank's last micro-batch."""
+        if self._is_rest:
+            sums: Any = self._sums
+            sums.fold()
         if self._sums.failure:
             self.step.failure = StepFailure("failure", self._sums.failure)
         if self.parallel.replicas > 1:

@@ -144,7 +144,7 @@ class ScriptSteps:
             raise left
         self._keep_idle()
         self.is_complete = False
-        self.opened = self._operation.open(is_repeatable=is_repeatable)
+        self.opened = self._operation.open(is_repeatable=is_repeatable, keeps_work=is_repeatable)
         loop: MicrobatchLoop = self.opened.loop
         return loop
 
@@ -195,11 +195,11 @@ class ScriptSteps:
         self._left = error
 
     def fail(self, error: BaseException) -> None:
-        """Undo the step after an exception; raise it."""
+        """Undo the step after an exception, and raise it, unless the step has to be repeated."""
         opened, self.opened = self.opened, None
-        if opened is not None:
-            opened.fail(error)
-        raise error
+        if opened is None:
+            raise error
+        opened.fail(error)
 
     @torch.no_grad()
     def _divide(self, opened: OpenStep, total: float) -> None:

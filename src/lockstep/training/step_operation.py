@@ -96,9 +96,26 @@ class StepOperation:
             committed = self.commit(self._prepare(batch))
         else:
             prepare = partial(self._prepare, batch)
-            committed = self.member.run(prepare, self.commit, self.optimizer_step.undo)
+            committed = self.member.run(prepare, self.commit, self.optimizer_step.undo, self.keep)
         self.report(committed)
         return committed.result.loss
+
+    def keep(self, is_asked: bool = True) -> bool:
+        """Keep what this rank has computed of a step in which a rank was lost.
+
+        Args:
+            is_asked: Whether the script computes only what is missing.
+
+        Returns:
+            Whether it is kept, and not computed again. Ranks that share the state of the optimizer,
+            or that have a part of the model, are replaced.
+        """
+        parallel = self._parallel
+        has_all = parallel.stages == 1 and not parallel.is_interleaved
+        is_kept = has_all and self.optimizer_step.optimization.sharded is None and is_asked
+        if has_all:
+            self._state.executor.keep(is_kept)
+        return is_kept
 
     def _prepare(self, batch: Any) -> PreparedStep:
         while True:
@@ -152,15 +169,16 @@ class StepOperation:
             opened.loop.result = opened.commit().result
             opened.report()
 
-    def open(self, *, is_repeatable: bool) -> OpenStep:
+    def open(self, *, is_repeatable: bool, keeps_work: bool = False) -> OpenStep:
         """Begin an attempt at the next step, whose micro-batches the script computes.
 
         Args:
             is_repeatable: Whether the script computes the micro-batches again if the step is not
                 prepared, such as after a processor has computed wrong. Otherwise this process is
                 replaced if a rank is lost.
+            keeps_work: Whether the script computes only what is missing after a rank was lost.
         """
-        return OpenStep(self, is_repeatable=is_repeatable)
+        return OpenStep(self, is_repeatable=is_repeatable, keeps_work=keeps_work)
 
     def begin(self) -> StepContext:
         """Begin an attempt at the next step."""
@@ -216,7 +234,8 @@ class OpenStep:
 
     Args:
         operation: The steps of the trainer.
-        is_repeatable: Whether the script computes the micro-batches again after a failed `prepare`.
+        is_repeatable: Whether the script computes micro-batches after a failed `prepare`.
+        keeps_work: Whether it then computes only those that a lost rank has not computed.
 
     Attributes:
         step: The context of the step.
@@ -224,8 +243,11 @@ class OpenStep:
         prepared: What `prepare` has returned on every rank; None before.
     """
 
-    def __init__(self, operation: StepOperation, *, is_repeatable: bool) -> None:
+    def __init__(
+        self, operation: StepOperation, *, is_repeatable: bool, keeps_work: bool = False
+    ) -> None:
         self._operation = operation
+        self._keeps_work = keeps_work
         self._member = operation.member
         self._kept = ExitStack()  # until the step is committed or undone
         _open_steps.append(operation.modules)
@@ -301,11 +323,12 @@ class OpenStep:
                 operation.note_failure(self.step, error)
             if member is None or not isinstance(error, Exception):
                 raise error
+            is_kept = operation.keep(self._keeps_work)
             self._decision = member.recover(error, self.prepared is not None)
             if self.prepared is not None and member.is_to_commit(self._decision):
                 return True
             operation.optimizer_step.undo()
-            member.go_on(self._decision, time.monotonic() - self._begun)
+            member.go_on(self._decision, 0.0 if is_kept else time.monotonic() - self._begun)
             self._kept.close()
             return False
         except BaseException:
