@@ -359,7 +359,7 @@ def test_an_error_and_the_exit_after_it_may_be_noticed_at_once():
     current = CurrentRound(members=(0, 1))
     exits = MemberExits(ranks, current, Newcomers(lambda rank: rank))  # type: ignore[arg-type]
     outcomes[0].status = 1
-    outcomes[0].error = {"message": "Connection reset by peer", "time": monotonic()}
+    outcomes[0].error = {"code": "lost", "time": monotonic()}
     exits.notice_end(0, outcomes[0])
     exits.reconsider_consequences()
     assert outcomes[0].is_replaced

@@ -60,6 +60,9 @@ class MemberExits:
         if outcome.error is not None and member in self._round.members:
             # If no member turns out to be dead, a lost connection counts as a failure later.
             outcome.is_replaced |= is_consequence(outcome) or member in self._round.writers
+            # Ranks did not connect, or a call timed out, in a round that has lost a member.
+            has_no_contact = outcome.error["code"] in ("rendezvous", "communication")
+            outcome.is_replaced |= has_no_contact and bool(self._round.lost)
         if outcome.status is None:
             outcome.is_replaced |= outcome.error is not None and member in self._newcomers
             return

@@ -38,8 +38,9 @@ from typing import Any, NoReturn
 from lockstep.comm.activity import PAGE_BYTES, use_page
 from lockstep.comm.native.binding_folder import get_cache_folder
 from lockstep.comm.native_module import choose_again
-from lockstep.kernel.errors import LockstepError
+from lockstep.kernel.errors import CommunicationError, LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
+from lockstep.launcher.failure_codes import find_code
 from lockstep.launcher.signals import print_stack_on_signal
 from lockstep.launcher.stacks import STACK_SIGNAL
 from lockstep.launcher.tracebacks import (
@@ -382,6 +383,9 @@ def describe_error(error: BaseException) -> Message:
         "where": find_user_location(error) if is_own else find_location(error),
         "traceback": shown[-MAX_REPORT:],
         "plain": is_own,
+        "code": find_code(error),
+        "operation": error.operation if isinstance(error, CommunicationError) else "",
+        "hint": error.hint if isinstance(error, CommunicationError) else "",
     }
 
 

@@ -27,11 +27,12 @@ from lockstep.launcher.failure_attribution import (
     explain_sigkill,
     is_consequence,
 )
+from lockstep.launcher.failure_codes import OF_BACKEND
 from lockstep.launcher.output import RankOutput, close_outputs
 from lockstep.launcher.rank_probes import RankProbes
 from lockstep.launcher.rank_stores import RankStores
 from lockstep.launcher.stacks import STACK_SIGNAL
-from lockstep.launcher.tracebacks import BACKEND_ERRORS, is_full
+from lockstep.launcher.tracebacks import is_full
 
 __all__ = ["RankProcesses", "StandardStreams"]
 
@@ -302,7 +303,7 @@ class RankProcesses:
 
     def _hide_traceback(self, rank: int, outcome: Outcome, report: Message) -> None:
         """Hide the traceback of an error that its message, or another rank's end, explains."""
-        is_own = report["plain"] and report["type"] not in BACKEND_ERRORS
+        is_own = report["plain"] and report["code"] not in OF_BACKEND
         if is_consequence(outcome) and not is_own:
             where = f" ({report['where']})" if report["where"] else ""
             self.outputs[rank].hide_stderr(f"lost the connection to another rank{where}")

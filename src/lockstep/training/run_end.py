@@ -25,7 +25,7 @@ from typing import Any
 
 from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.launcher.failure_attribution import STOPPED
+from lockstep.launcher.failure_codes import STOPPED
 from lockstep.launcher.rank_process import get_exit_code
 from lockstep.messages import log
 from lockstep.record.loggers import Logger
