@@ -6,16 +6,26 @@ which the message was seen; `tests/test_foreign_messages.py` provokes it where t
 without an accelerator. A version with other words makes that test fail.
 
 Lockstep's own errors have types (`lockstep.errors`).
+
+The messages of torch about a model or a loader, below, only lead to a better sentence or to another
+attempt; the tests of the modules that use them provoke them.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 __all__ = [
+    "BATCH_NORM_OF_ONE",
     "CONNECTION_ENDS",
+    "DEVICE_ASSERTION",
     "GLOO_TIMEOUTS",
+    "LOADER_TIMEOUT",
     "LOST_PEERS",
+    "META_DEVICE",
+    "NOT_DETERMINISTIC",
+    "OVERWRITTEN",
     "ForeignMessage",
     "is_gloo_timeout",
     "is_of_gloo_connection",
@@ -85,6 +95,26 @@ GLOO_TIMEOUTS = (
     ForeignMessage("operation timed out", "gloo", "torch 2.13, in its code", "not reproduced"),
 )
 """What Gloo says of a call that was not finished in time."""
+
+BATCH_NORM_OF_ONE = "more than 1 value per channel"
+"""In torch's ValueError about batch norm in training with one value per channel."""
+
+OVERWRITTEN = "modified by an inplace operation"
+"""In torch's RuntimeError about a tensor that backward needs."""
+
+META_DEVICE = re.compile(r"\bmeta\b", re.IGNORECASE)
+"""In torch's errors about an operator that gets a tensor on the meta device, among others."""
+
+NOT_DETERMINISTIC = re.compile(
+    r"(\S+)(?: with \S+.*?)? does not have a deterministic implementation"
+)
+"""In torch's RuntimeError about an operator, whose name it begins with."""
+
+DEVICE_ASSERTION = "device-side assert"
+"""In CUDA's error about an assertion of a kernel, such as an index out of range."""
+
+LOADER_TIMEOUT = "timed out"
+"""In torch's RuntimeError about a DataLoader whose workers have returned nothing in time."""
 
 # A part of the messages of Gloo's connections, with the path of the source file; the other messages
 # of Gloo are about the arguments of a call.

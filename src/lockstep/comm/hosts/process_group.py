@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lockstep.comm.activity import ALL_OTHERS
 from lockstep.comm.backend_errors import Failure
 from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
 from lockstep.comm.hosts.map import HostMap
@@ -233,7 +234,9 @@ class HostWork(dist.Work):
         group, native = self._group, load_native()
         seconds = timeout.total_seconds() or self._seconds
         deadline = time.monotonic() + seconds + self._patience
-        native.begin_wait(f"{self._call} on group {group.name}, waiting for {self._awaited}")
+        awaited = ALL_OTHERS if self._peer is None else group.global_rank(self._peer)
+        what = f"{self._call} on group {group.name}, waiting for {self._awaited}"
+        native.begin_wait(what, awaited)
         try:
             while (failure := self._wait_until(deadline)) is not None:
                 is_final = self._poll == inf or self._work.is_completed()

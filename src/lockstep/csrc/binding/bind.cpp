@@ -226,7 +226,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     publish_call(op.c_str(), peer, number, count, group, Clock::now());
   });
   module.def("publish_microbatch", &publish_microbatch, py::arg("step"), py::arg("microbatch"));
-  module.def("begin_wait", [](const std::string& what) { begin_wait(what, Clock::now()); });
+  module.def(
+      "begin_wait",
+      [](const std::string& what, int awaited) { begin_wait(what, Clock::now(), awaited); },
+      py::arg("what"), py::arg("awaited") = kNotSaid);
   module.def("end_wait", [] { end_wait(); });
   module.def("load", &load_word, py::arg("tensor"), py::arg("index"));
   module.def("store", &store_word, py::arg("tensor"), py::arg("index"), py::arg("value"));
