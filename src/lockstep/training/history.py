@@ -157,7 +157,7 @@ class History(StepHook):
         """Return the result of the last step as plain values, without those of single ranks."""
         if self.last is None:
             return None
-        return asdict(replace(self.last, ranks=[], losses=[]))
+        return asdict(replace(self.last, ranks=[], outside=[], losses=[]))
 
     def set_last(self, last: Mapping[str, Any] | None) -> None:
         """Set the result of the last step to one that `describe_last` returned."""
