@@ -868,6 +868,9 @@ def test_a_description_with_wrong_values_is_damaged(lockstep_run, change):
     Path("runs", name, "launch.json").write_text(json.dumps({**description(name), **change}))
     with pytest.raises(UsageError, match=r"launch\.json is damaged"):
         lockstep_run("--resume", name)
+    # As the message advises.
+    assert lockstep_run("--resume", name, "-n", "2", "train.py") == (0, [name, "1", "2"])
+    assert description(name)["target"] == "train.py"
 
 
 def test_auto_continues_the_newest_run_of_the_command(lockstep_run, capfdbinary, tmp_path):

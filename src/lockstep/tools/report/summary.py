@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.formatting import format_quantity
-from lockstep.launcher.run_folder import read_description
+from lockstep.launcher.run_folder import find_description
 from lockstep.messages import escape_control
 from lockstep.record.columns import OUTSIDE, TIME_CATEGORIES, Line, as_dict
 from lockstep.record.reader import Run
@@ -96,7 +96,7 @@ def _resume_command(run: Run) -> str:
     if run.header.get("recipe"):
         return shlex.join(["lockstep", "train", "--resume", folder])
     command = ["lockstep", "run", "--resume", folder]
-    launched = read_description(run.folder)
+    launched = find_description(run.folder)
     if launched is None or launched.is_redacted:  # its command is not known
         ranks = number_or(run.layout.get("world_size"), 1)
         command[2:2] = ["-n", f"{ranks:.0f}"]
