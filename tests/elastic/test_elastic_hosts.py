@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import hosts
@@ -293,6 +294,58 @@ def test_a_run_that_loses_the_host_of_its_store_is_resumed(start, digest, fault)
         assert (status, find_digests(output)) == (0, {digest}), output
         assert len(find_places(output, 12)) == 2
         assert (f"resumed after step {saved}" in output) == (name == "a"), output
+
+
+def find_store(launcher: int) -> psutil.Process:
+    """Return the process that serves the store of a launch: one of its threads says so."""
+    for process in psutil.Process(launcher).children(recursive=True):
+        names = [path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/comm")]
+        if any(name.startswith("pt_tcpstore") for name in names):
+            return process
+    raise AssertionError("there is no store")
+
+
+def test_a_store_that_is_killed_with_all_ranks_is_replaced(start, digest):
+    """New ranks would wait for it until the limit of init."""
+    launch = start("--max", "2", STOPS="1", CHECKPOINT="1")
+    launch.wait_until_stopped()
+    launch.wait_for_checkpoint()
+    store = find_store(launch.a.pid)
+    ranks = [
+        process
+        for launcher in (launch.a, launch.b)
+        for process in psutil.Process(launcher.pid).children(recursive=True)
+        if process.ppid() != launcher.pid and process != store
+    ]
+    assert len(ranks) == 2
+    for process in (store, *ranks):
+        process.kill()
+    (launch.folder / "go on").touch()
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert "the process of the ranks' store was killed by SIGKILL" in said(output)
+    assert "round 1: 2 ranks, in new processes" in said(output)
+    assert find_digests(output) == find_digests(of_b) == {digest}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_round_without_the_store_has_new_processes(start, digest, survives):
+    """Ranks that have joined do without it, until one of them is lost."""
+    launch = start("--max", "2", STOPS="1", CHECKPOINT="1", FULL="2")
+    launch.wait_until_stopped()
+    launch.wait_for_checkpoint()
+    find_store(launch.a.pid).kill()
+    if not survives:
+        launch.net.b.kill()
+        launch.finish("b")
+        launch.b = launch.start("b")
+    (launch.folder / "go on").touch()
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert "the process of the ranks' store was killed by SIGKILL" in said(output)
+    assert ("in new processes" in output) == (not survives)
+    assert find_digests(output) == find_digests(of_b) == {digest}
 
 
 @pytest.mark.stress

@@ -277,7 +277,8 @@ class Trainer:
                 leave = None if member is None else self._leave_if
                 called = position, executor.repeat, modules
                 hooks.append(Audit(auditing, self.parallel, *called, record, stop, leave))
-            if self.parallel.replicas > 1 and self._optimization.sharded is None:
+            has_replicas = self.parallel.replicas > 1 or member is not None  # in a later round
+            if has_replicas and self._optimization.sharded is None:
                 state = self._optimization.local_state
                 # First, before other checks raise an error about what it can restore.
                 hooks.insert(0, ReplicaCheck(auditing, self.parallel, modules, state, record))
