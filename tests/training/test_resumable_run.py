@@ -28,7 +28,7 @@ from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.elastic.restart_source import RestartSource
 from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher import tracebacks
-from lockstep.launcher.rank_process import describe_error
+from lockstep.launcher.rank_process import describe_error, take_failure_at_exit
 from lockstep.record.reader import read_run
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -351,9 +351,9 @@ def test_a_full_disk_ends_no_training(ranks, tmp_path):
         train_one(trainer)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-        said = message(trainer.finish)
+        trainer.finish()  # the rest of the script may be able to do without the disk
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        return said
+        return str(take_failure_at_exit())
 
     def train_one(trainer):
         for batch in trainer.batches(data(16), 16):
@@ -366,10 +366,52 @@ def test_a_full_disk_ends_no_training(ranks, tmp_path):
     assert warning.startswith("no checkpoint after step 2 (File too large); training continues")
     assert read_run(tmp_path / "run").state == "done"
     for said in ranks(fill, 2):  # the last one is an error on every rank, once all is recorded
-        assert said.startswith(
-            "FileError: rank 0: the checkpoint after step 1 could not be written"
-        )
-    assert read_run(tmp_path / "full").state == "failed"
+        assert said.startswith("rank 0: the checkpoint after step 1 could not be written")
+    full = read_run(tmp_path / "full")
+    assert full.state == "failed"
+    (warning,) = full.warnings
+    assert warning["message"] == (
+        "no checkpoint after step 1 (File too large); the script continues, and its process exits "
+        "with status 1, and there is no other one"
+    )
+
+
+FULL_DISK = """
+import resource, sys
+from functools import partial
+import torch
+import lockstep as ls
+
+ls.init()
+config = ls.CheckpointConfig(every_steps=100)
+loss, optimizer = torch.nn.MSELoss(), partial(torch.optim.SGD, lr=0.1)
+trainer = ls.Trainer(
+    torch.nn.Linear(200, 200), loss, optimizer, microbatches=2, checkpoint=config,
+    loggers="run", progress=False,
+)
+trainer.step((torch.ones(4, 200), torch.ones(4, 200)))
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+trainer.finish()
+resource.setrlimit(resource.RLIMIT_FSIZE, before)
+print("the rest of the script")
+"""
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_full_disk_at_the_end_is_the_exit_status_of_a_script_that_goes_on(tmp_path, is_launched):
+    (tmp_path / "train.py").write_text(FULL_DISK)
+    options: dict[str, Any] = {"timeout": 120, "cwd": tmp_path, "text": True}
+    if is_launched:
+        done = warm.run([*warm.LOCKSTEP, "run", "-n", "1", "train.py"], **options)
+    else:  # the status is set after the last handler of the interpreter
+        done = subprocess.run([sys.executable, "train.py"], capture_output=True, **options)
+    assert done.returncode == 1, done.stderr
+    assert "the rest of the script" in done.stdout
+    assert "no checkpoint after step 1 (File too large); the script continues" in done.stderr
+    assert "Traceback" not in done.stderr
+    if is_launched:
+        assert "the checkpoint after step 1 could not be written to" in done.stderr
 
 
 # --- stopping on request ------------------------------------------------------------------------

@@ -255,7 +255,9 @@ def describe_failed_start(rank: int, reason: str, noun: str = "rank") -> dict[st
     """
     advice = f"fork failed ({reason}); see ulimit -u, the pids limit of the control group, and "
     advice += "free memory"
-    if not reason:
+    if not reason and _is_working_directory_gone():
+        advice = "the working directory has been deleted"
+    elif not reason:
         advice = "the fork server ended while it imported torch"
         names = sorted(name for name in sys.stdlib_module_names if os.path.exists(f"{name}.py"))
         if names:
@@ -263,6 +265,15 @@ def describe_failed_start(rank: int, reason: str, noun: str = "rank") -> dict[st
             advice += f": rename {files}, which Python imports instead of a module of its own"
     who = f"{noun} {rank}" if rank >= 0 else "the process of the ranks' store"
     return make_report("OSError", f"{who} could not be started: {advice}")
+
+
+def _is_working_directory_gone() -> bool:
+    """Return whether it has been deleted; Intel MKL ends a process that loads torch there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def make_report(kind: str, message: str) -> dict[str, Any]:
