@@ -333,6 +333,26 @@ def test_a_checkpoint_that_is_written_while_a_step_fails_is_given_up(ranks, tmp_
     assert ranks(fail_while_writing, 1, tmp_path / how, how) == [("LossError", ["step-2"])]
 
 
+def test_a_finished_run_can_be_trained_longer_whatever_follows_its_loop(ranks, tmp_path, capfd):
+    """The weights are saved again, and the bits are those of a long run from the beginning."""
+
+    def run(folder, epochs):
+        trainer = build(folder, loggers=folder)
+        for epoch in range(epochs):
+            for batch in trainer.batches(data(), 16, epoch=epoch):
+                trainer.step(batch)
+        trainer.save_weights(tmp_path / "weights.safetensors")
+        evaluation = trainer.evaluate(data(), 16)
+        trainer.finish()
+        return trainer.digest(), evaluation, trainer.steps
+
+    assert ranks(run, 2, tmp_path / "run", 1)[0][2] == 3
+    assert ranks(run, 2, tmp_path / "run", 2) == ranks(run, 2, tmp_path / "longer", 2)
+    printed = capfd.readouterr().err
+    note = "the script trains longer than the interrupted run, which saves weights here"
+    assert printed.count(note) == 1
+
+
 def test_a_full_disk_ends_no_training(ranks, tmp_path):
     def run():
         trainer = build(tmp_path / "run", model=network(4000), loggers=tmp_path / "run")
