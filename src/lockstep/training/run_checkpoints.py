@@ -345,11 +345,15 @@ class RunCheckpoints:
                 goes_on = "training continues"
                 if is_last:
                     goes_on = "the script continues, and its process exits with status 1"
-                kept = f"and the previous one is kept in {saved.path.parent}"
+                message = (
+                    f"no checkpoint after step {saved.step} ({saved.failure}); {goes_on}, and the "
+                    f"previous one is kept in {saved.path.parent}"
+                )
                 if not find_checkpoints(saved.path.parent):
-                    kept = "and there is no other one"
-                failure = f"no checkpoint after step {saved.step} ({saved.failure})"
-                message = f"{failure}; {goes_on}, {kept}"
+                    message = (
+                        f"no checkpoint after step {saved.step} ({saved.failure}); {goes_on}, and "
+                        "there is no other one"
+                    )
             elif saved.rewritten:
                 message = (
                     f"checkpoint after step {saved.step}: {saved.rewritten} had other bytes on the "
