@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -47,6 +48,40 @@ if MEMBER == os.environ.get("STUCK"):  # a thread that Gloo does not wake
         return wait_until(work, deadline)
 
     HostWork._wait_until = oversleep
+if "PUBLISHES" in os.environ:  # this member dies once others can read its address
+    import select
+    from lockstep.comm.hosts import process_group
+
+    class Store(torch.distributed.Store):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def set(self, key, value):
+            self.inner.set(key, value)
+            Path("victim.new").write_text(str(os.getpid()))
+            Path("victim.new").rename("victim")
+            os.kill(os.getpid(), 9)
+
+    for name in ("get", "add", "check", "wait", "multi_get"):
+        setattr(Store, name, lambda self, *given, name=name: getattr(self.inner, name)(*given))
+    connect_all = process_group._connect
+
+    def connect(store, *given):
+        if not Path("victim").exists():
+            if MEMBER == os.environ["PUBLISHES"]:
+                store = Store(store)
+            else:
+                while not Path("victim").exists():
+                    time.sleep(0.005)
+                try:
+                    victim = os.pidfd_open(int(Path("victim").read_text()))
+                    select.select([victim], [], [], 60)
+                except ProcessLookupError:
+                    pass
+        return connect_all(store, *given)
+
+    process_group._connect = connect
 ls.init(timeout=600)
 torch.manual_seed(1)
 
@@ -345,6 +380,47 @@ def test_a_round_without_the_store_has_new_processes(start, digest, survives):
     assert status == 0, output + of_b
     assert "the process of the ranks' store was killed by SIGKILL" in said(output)
     assert ("in new processes" in output) == (not survives)
+    assert find_digests(output) == find_digests(of_b) == {digest}
+
+
+@pytest.mark.stress
+def test_connections_between_ranks_that_are_reset_are_made_again(start, digest):
+    """No rank has died: the step is repeated in the next round."""
+    if not (shutil.which("nft") and shutil.which("ss")):
+        pytest.skip("needs nft and ss")
+    launch = start("--max", "2", STOPS="1")
+    launch.wait_until_stopped()
+    store = rf":(\d+) .*pid={find_store(launch.a.pid).pid},"
+    (port,) = set(re.findall(store, launch.net.a.namespaces.run(["ss", "-Hltnp"])))
+    rules = (
+        "type filter hook input priority 0;"
+        f"ip saddr {launch.net.b.address} tcp dport != {{ 29500, {port} }} "
+        "counter reject with tcp reset;"
+    )
+    nft = launch.net.a.namespaces.run
+    nft(["nft", "-f", "-"], input=f"table inet broken {{\nchain arriving {{\n{rules}\n}}\n}}\n")
+
+    def is_reset() -> bool:
+        printed = nft(["nft", "list", "table", "inet", "broken"])
+        return re.search(r"packets [1-9]", printed) is not None
+
+    (launch.folder / "go on").touch()
+    until(is_reset, "nothing was reset", TIMEOUT)
+    nft(["nft", "delete", "table", "inet", "broken"])
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert "round 1: 2 ranks" in output
+    assert find_digests(output) == find_digests(of_b) == {digest}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_rank_may_be_killed_before_others_connect_to_it(start, digest, victim):
+    launch = start("--max", "2", PUBLISHES=victim)
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert f"member {victim} was killed by SIGKILL" in said(output)
+    assert "round 1: 2 ranks, in new processes" in said(output)
     assert find_digests(output) == find_digests(of_b) == {digest}
 
 
