@@ -13,6 +13,7 @@ LAYERS = [
     {
         "errors",
         "files",
+        "foreign_messages",
         "formatting",
         "devices",
         "checksum",

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 import lockstep as ls
 from lockstep.comm import collectives
+from lockstep.comm.backend_errors import PeerLostError
 from lockstep.elastic import membership as membership_module
 from lockstep.elastic.membership import Membership, membership
 from lockstep.launcher import world as world_module
@@ -70,7 +71,7 @@ def at(point):
         if is_killed:
             (MARKS / f"killed-{os.getpid()}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        raise torch.distributed.DistBackendError("rank 2 died (process ...)")
+        raise PeerLostError("rank 2 died (process ...)")
 
 
 def patch(holder, name, before="", after=""):

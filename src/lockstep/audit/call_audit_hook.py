@@ -78,7 +78,7 @@ class CallAuditHook(StepHook):
     def _find_audit(self, step: StepContext, calls: WatchedCalls) -> CallAudit:
         def say(message: str, finding: Mapping[str, Any] | None) -> None:
             if finding is None:
-                step.warnings.append(f"{step.where}: {message}")
+                step.warn(step.where, message)
             else:
                 self._found.append(finding)
 

@@ -43,13 +43,14 @@ _refusal = ""  # why this process refuses calls and new groups; "" if it does no
 @functools.cache
 def load_native() -> ModuleType:
     """Return the native module; raise BindingError if there is none for this process."""
+    from lockstep.comm.backend_errors import BackendError, PeerLostError
     from lockstep.comm.native.binding import (
         load_binding,  # here: `import torch` imports this module
     )
 
     native = load_binding()
     native.set_where(where)
-    native.set_argument_error(ArgumentError)
+    native.set_error_types(argument=ArgumentError, backend=BackendError, lost=PeerLostError)
     follow_page(native.set_activity_page)
     return native
 

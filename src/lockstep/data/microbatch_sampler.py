@@ -229,4 +229,4 @@ class MicrobatchSampler(Sampler[list[int]]):
         if self._share.replica == 0 and (self._shuffle or self._is_random):
             advice = "call set_epoch(epoch) of exact.sampler(...) before each epoch"
             self._has_warned = True
-            log(describe_repetition(self.epoch, advice, sys._getframe()))
+            log(": ".join(describe_repetition(self.epoch, advice, sys._getframe())))

@@ -53,7 +53,7 @@ from lockstep.elastic.launcher_inbox import LauncherInbox
 from lockstep.elastic.restart_source import find_restart_source
 from lockstep.kernel.errors import RendezvousError, WorkError
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, is_elastic_on_hosts
-from lockstep.launcher.failure_attribution import is_lost_peer
+from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.launcher.private_store import attach_store
 from lockstep.launcher.rank_process import (
     exit_process,

@@ -31,7 +31,12 @@ from lockstep.kernel.exact_sum import (
 )
 from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.parts import Part
-from lockstep.kernel.step_context import ComputedMicrobatch, MicrobatchResult, StepContext
+from lockstep.kernel.step_context import (
+    ComputedMicrobatch,
+    MicrobatchResult,
+    StepContext,
+    StepWarning,
+)
 from lockstep.kernel.tree import TreeAccumulator, total
 
 __all__ = [
@@ -62,7 +67,7 @@ class RankStatus:
         buffers: The results for the buffers of each part of the model that the rank holds: the
             whole model, or its stages.
         gradients: The parameters of each part that have a gradient here, as a bit mask in hex.
-        warnings: Sentences for the record.
+        warnings: The warnings, for the record.
         failure: Why the step stops on every rank: the kind, and the sentence; None: it does not.
         batch: The identity of the rank's batch; see `lockstep.data.consistency`.
         hooks: The values of the hooks, by their names.
@@ -72,7 +77,7 @@ class RankStatus:
     skipped: list[int] = field(default_factory=list)
     buffers: list[BufferReport] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[StepWarning] = field(default_factory=list)
     failure: tuple[str, str] | None = None
     batch: str = ""
     hooks: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +125,7 @@ class StatusSummary(NamedTuple):
         nodes: The losses times their shares, added along the tree, as (first leaf, end, sum).
         losses: The index and the loss of each micro-batch, if the ranks are few.
         metrics: For each metric the sum of the weights, and that of the values times weights.
-        warnings: The first rank that has each warning, and the warning.
+        warnings: The first rank that has each sentence, and the warning.
         hooks: The merged values of the hooks, by their names.
     """
 
@@ -134,7 +139,7 @@ class StatusSummary(NamedTuple):
     nodes: list[tuple[int, int, float]]
     losses: list[tuple[int, float]]
     metrics: dict[str, MetricSum]
-    warnings: list[tuple[int, str]]
+    warnings: list[tuple[int, StepWarning]]
     hooks: dict[str, Any]
 
     def merge(self, other: StatusSummary, hooks: Mapping[str, StatusHook]) -> StatusSummary:
@@ -157,12 +162,12 @@ class StatusSummary(NamedTuple):
             },
         )
 
-    def _merge_warnings(self, other: StatusSummary) -> list[tuple[int, str]]:
+    def _merge_warnings(self, other: StatusSummary) -> list[tuple[int, StepWarning]]:
         if not other.warnings:
             return self.warnings
-        first: dict[str, tuple[int, str]] = {}
-        for rank, message in self.warnings + other.warnings:
-            first.setdefault(_sentence(message), (rank, message))
+        first: dict[str, tuple[int, StepWarning]] = {}
+        for rank, warning in self.warnings + other.warnings:
+            first.setdefault(warning.sentence, (rank, warning))
         return list(first.values())[: LISTED_WARNINGS if self.ranks > DETAILED_RANKS else None]
 
     # --- what the ranks conclude ---------------------------------------------------------------
@@ -256,7 +261,7 @@ def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSu
     lost = [NonFiniteLoss(leaf, rank, loss) for leaf, loss in losses if not math.isfinite(loss)]
     terms = [(leaf, leaf + 1, loss * share) for leaf, _, share, loss, _ in results]
     terms += [(leaf, leaf + 1, 0.0) for leaf in status.skipped]
-    warnings = {_sentence(message): (rank, message) for message in reversed(status.warnings)}
+    warnings = {warning.sentence: (rank, warning) for warning in reversed(status.warnings)}
     return StatusSummary(
         leaves=leaves,
         ranks=ranks,
@@ -286,11 +291,6 @@ def merge_by_name(
     for name, value in right.items():
         merged[name] = merge(merged[name], value) if name in merged else value
     return merged
-
-
-def _sentence(message: str) -> str:
-    """Return a warning without its place: "PLACE: SENTENCE"."""
-    return message.partition(": ")[2]
 
 
 def _choose_failure(*failures: tuple[int, str, str] | None) -> tuple[int, str, str] | None:

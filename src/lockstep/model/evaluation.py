@@ -218,7 +218,7 @@ class Scoring:
                 mean = first * one + (1 - first) * two
                 if not abs(value - mean) <= TOLERANCE * max(abs(one), abs(two)):
                     self.warnings.append(
-                        f"evaluation: the metric {name} is not a mean over the samples: it is "
+                        f"the metric {name} is not a mean over the samples: it is "
                         f"{value:.4g} for {size} samples, and the mean of those of their halves is "
                         f"{mean:.4g}; pass ls.DatasetMetric({name}), which gets all outputs and "
                         "targets of the dataset at once"

@@ -15,13 +15,14 @@ from torch import nn
 
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
-from lockstep.kernel.errors import LostError, StoppedError
+from lockstep.kernel.errors import StoppedError
 from lockstep.kernel.seeds import isolated
+from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.evaluation import EvaluationTask, evaluation_mode
 from lockstep.pipeline.aliasing import SentTensors
 from lockstep.pipeline.composition import Composition
-from lockstep.pipeline.p2p import RngState
+from lockstep.pipeline.p2p import LinkError, RngState
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.stage import StageInput, make_first_input
@@ -63,9 +64,11 @@ class PipelineEvaluator:
         failure = ""
         try:
             self._run(batches)
-        except LostError:
+        except LinkError:
             raise
         except Exception as error:
+            if is_lost_peer(error):
+                raise
             failed = error
             message = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             failure = str(error) if isinstance(error, StoppedError) else f"{self._where}: {message}"

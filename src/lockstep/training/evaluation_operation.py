@@ -43,7 +43,7 @@ class EvaluationOperation:
 
         def commit(task: Scoring, evaluation: Evaluation) -> dict[str, Any]:
             for warning in task.warnings:
-                self._state.history.warn(self._parallel.rank, warning, show=True)
+                self._state.history.warn(self._parallel.rank, "evaluation", warning, show=True)
             self._state.history.add_evaluation(evaluation)
             return vars(evaluation)
 

@@ -24,7 +24,7 @@ from torch import nn
 from lockstep.data.assignment import Hosts
 from lockstep.data.microbatch import Batch, Microbatch, join_batches
 from lockstep.kernel.buffers import Buffers
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.kernel.parts import GradientSums
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import NOTHING, ComputedMicrobatch, StepContext, StepFailure
@@ -386,5 +386,5 @@ class MicrobatchLoop:
         is_single = self.current.microbatch.size == 1
         if is_single and (explained := explain_batch_norm(error, self.place)) is not None:
             raise explained from error
-        if "micro-batch" not in str(error):
+        if not isinstance(error, LockstepError):  # whose messages name the place
             error.add_note(f"in {self.place}")

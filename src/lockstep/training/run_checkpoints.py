@@ -22,6 +22,7 @@ import xxhash
 
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import (
+    find_checkpoints,
     find_newest_valid,
     locate_checkpoint,
     read_checkpoint,
@@ -332,15 +333,28 @@ class RunCheckpoints:
         self.writer.wait()
         self.stop.close()
 
-    def report(self, history: History) -> None:
-        """Write the completed checkpoints to the record, and warn of those that failed."""
+    def report(self, history: History, is_last: bool = False) -> None:
+        """Write the completed checkpoints to the record, and warn of those that failed.
+
+        Args:
+            history: Writes the record.
+            is_last: Whether the training has ended.
+        """
         for saved in self.writer.take_saved():
             message = ""
             if saved.failure:
+                goes_on = "training continues"
+                if is_last:
+                    goes_on = "the script continues, and its process exits with status 1"
                 message = (
-                    f"no checkpoint after step {saved.step} ({saved.failure}); training continues, "
-                    f"and the previous one is kept in {saved.path.parent}"
+                    f"no checkpoint after step {saved.step} ({saved.failure}); {goes_on}, and the "
+                    f"previous one is kept in {saved.path.parent}"
                 )
+                if not find_checkpoints(saved.path.parent):
+                    message = (
+                        f"no checkpoint after step {saved.step} ({saved.failure}); {goes_on}, and "
+                        "there is no other one"
+                    )
             elif saved.rewritten:
                 message = (
                     f"checkpoint after step {saved.step}: {saved.rewritten} had other bytes on the "

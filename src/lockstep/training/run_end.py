@@ -25,8 +25,8 @@ from typing import Any
 
 from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.launcher.failure_attribution import STOPPED
-from lockstep.launcher.rank_process import get_exit_code
+from lockstep.launcher.failure_codes import STOPPED
+from lockstep.launcher.rank_process import fail_at_exit, get_exit_code
 from lockstep.messages import log
 from lockstep.record.loggers import Logger
 from lockstep.record.recorder import Recorder
@@ -86,8 +86,10 @@ class RunEnd:
     def finish(self, state: str, message: str | None) -> None:
         """End the run on every rank.
 
+        If the record or the last checkpoint could not be written, such as on a full disk, the
+        script goes on, and the process exits with status 1 at its end.
+
         Raises:
-            FileError: The record, or the last checkpoint, could not be written.
             UsageError: A resumed script ended before it reached the position of the other run.
         """
         if self._is_finished or self._run is None:
@@ -100,7 +102,9 @@ class RunEnd:
         for recorder in recorders:
             if recorder.failure is not None and state == "done":
                 failure = FileError(recorder.failure)
-        if failure is not None:
+        if isinstance(failure, FileError):
+            fail_at_exit(failure)
+        elif failure is not None:
             raise failure
 
     def _write_on_rank0(self, state: str, message: str | None) -> None:

@@ -116,8 +116,10 @@ class Services:
             state: How the run ended, for the record: "done", "failed" or "stopped".
             message: Why, for the record.
 
+        If the record or the last checkpoint could not be written, such as on a full disk, the
+        script goes on, and the process exits with status 1 at its end.
+
         Raises:
-            FileError: The record, or the last checkpoint, could not be written.
             UsageError: A resumed script ended before it reached the position of the other run.
         """
         self.engine.end.finish(state, message)

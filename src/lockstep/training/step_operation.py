@@ -20,7 +20,7 @@ from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.kernel.step import OptimizerStep, PreparedStep
 from lockstep.kernel.step_context import Attempt, StepContext
 from lockstep.kernel.step_hooks import CommittedStep, RepeatStep
-from lockstep.launcher.failure_attribution import is_lost_peer
+from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
 
 __all__ = ["OpenStep", "StepOperation"]

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lockstep.foreign_messages import is_gloo_timeout
+
 __all__ = ["close_connections"]
 
 CLOSING_TAG = (1 << 31) - 1  # of a message that nobody sends
@@ -27,5 +29,5 @@ def close_connections(gloo: Any) -> None:
             try:
                 gloo.recv([nothing], other, CLOSING_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
-                if "imed out" in str(error):
+                if is_gloo_timeout(str(error)):
                     return  # it has closed all; a connection that is closed already raises, too

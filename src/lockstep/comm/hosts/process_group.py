@@ -22,9 +22,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lockstep.comm.activity import ALL_OTHERS
+from lockstep.comm.backend_errors import Failure
 from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.native_module import ArgumentError, load_native, refusal
+from lockstep.foreign_messages import is_gloo_timeout, is_of_gloo_connection, says_lost_peer
 
 __all__ = ["HostProcessGroup", "create_across_hosts"]
 
@@ -38,10 +41,6 @@ COLLECTIVES = (
     "reduce", "scatter",
 )  # fmt: skip
 """Names in messages of torch's methods, such as `allgather` and `_allgather_base`."""
-
-FAILURES = ("gloo/transport", "timed out")
-"""In Gloo's messages about connections and timeouts; the others are about arguments of a call."""
-
 
 # torch's types leave out constructors and overloads that its process groups in Python need.
 ProcessGroup: Any = dist.ProcessGroup
@@ -128,7 +127,7 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
         """End the group for all its ranks."""
         group = self.host_group
         group.check_process()
-        group.fail(f"{group.describe(self._rank)} aborted the group")
+        group.fail(Failure(f"{group.describe(self._rank)} aborted the group"))
 
     def _call(
         self, method: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -182,7 +181,7 @@ for _method in dir(dist.ProcessGroup):
 
 def is_failure(error: RuntimeError) -> bool:
     """Return whether an error of Gloo ends the group."""
-    return any(words in str(error) for words in FAILURES)
+    return is_of_gloo_connection(str(error)) or is_gloo_timeout(str(error))
 
 
 class HostWork(dist.Work):
@@ -235,7 +234,9 @@ class HostWork(dist.Work):
         group, native = self._group, load_native()
         seconds = timeout.total_seconds() or self._seconds
         deadline = time.monotonic() + seconds + self._patience
-        native.begin_wait(f"{self._call} on group {group.name}, waiting for {self._awaited}")
+        awaited = ALL_OTHERS if self._peer is None else group.global_rank(self._peer)
+        what = f"{self._call} on group {group.name}, waiting for {self._awaited}"
+        native.begin_wait(what, awaited)
         try:
             while (failure := self._wait_until(deadline)) is not None:
                 is_final = self._poll == inf or self._work.is_completed()
@@ -309,7 +310,7 @@ def create_across_hosts(
         global_ranks: The ranks in the world; empty for 0, 1, ...
 
     Raises:
-        RuntimeError: The ranks could not be connected, or not all have the native backend.
+        BackendError: The ranks could not be connected.
     """
     on_hosts = HostMap.of([identity for identity, _ in hosts])
     ranks = list(global_ranks) or list(range(len(hosts)))
@@ -335,8 +336,10 @@ def create_across_hosts(
             f"{others} for group {shown} ({said}): check the network and the "
             "firewalls between the hosts"
         )
-        local._abort_because(reason)
-        raise RuntimeError(reason) from None
+        # A rank that cannot be reached any longer, or could never be reached?
+        failure = Failure(reason, "closed" if says_lost_peer(error) else None)
+        local._abort_because(*failure.to_native())
+        raise failure.make_error(reason, "init_process_group") from None
     host_names = [hosts[members[0]][1] for members in on_hosts.hosts]
     group_store = PrefixStore("lockstep/", store)
     group = HostGroup(

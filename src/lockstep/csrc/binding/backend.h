@@ -40,8 +40,8 @@ class LockstepBackend : public CollectiveBackend {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
-  // Aborts the group for all ranks, which then throw errors with this reason.
-  void abort_because(const std::string& reason);
+  // Aborts the group for all ranks, which then throw errors with this failure.
+  void abort_because(const Failure& failure);
 
   // Not in c10d: see collectives/reproducible_all_reduce.h. `present` receives one byte per member,
   // 1 if the member is new. `own` may hold the values of this rank's first node. `in_steps`: it is

@@ -171,6 +171,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace lockstep;
   module.doc() = "The backend lockstep: collectives over shared memory.";
   py::module_::import("torch.distributed");
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const TorchError& known) {
+      known.raise_in_python();
+    }
+  });
   py::class_<Bucket>(module, "Bucket")
       .def(py::init(&make_bucket), py::arg("dtype"), py::arg("length"), py::arg("members"),
            py::arg("holders"), py::arg("leaves"), py::arg("cuts") = std::vector<size_t>(),
@@ -185,8 +192,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("longest_message", &LockstepBackend::longest_message)
       .def("advance", &LockstepBackend::advance, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)
-      .def("_abort_because", &LockstepBackend::abort_because, py::arg("reason"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "_abort_because",
+          [](LockstepBackend& backend, const std::string& reason, const std::string& observed,
+             int rank) { backend.abort_because({reason, loss_of(observed), rank}); },
+          py::arg("reason"), py::arg("observed") = "", py::arg("rank") = -1,
+          py::call_guard<py::gil_scoped_release>())
       // As ProcessGroupGloo has it; applies to the calls that follow.
       .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
@@ -215,7 +226,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     publish_call(op.c_str(), peer, number, count, group, Clock::now());
   });
   module.def("publish_microbatch", &publish_microbatch, py::arg("step"), py::arg("microbatch"));
-  module.def("begin_wait", [](const std::string& what) { begin_wait(what, Clock::now()); });
+  module.def(
+      "begin_wait",
+      [](const std::string& what, int awaited) { begin_wait(what, Clock::now(), awaited); },
+      py::arg("what"), py::arg("awaited") = kNotSaid);
   module.def("end_wait", [] { end_wait(); });
   module.def("load", &load_word, py::arg("tensor"), py::arg("index"));
   module.def("store", &store_word, py::arg("tensor"), py::arg("index"), py::arg("value"));
@@ -235,8 +249,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("use_portable_kernels", &use_portable_kernels, py::arg("enabled"),
              py::arg("kernels") = "");
   module.def("set_activity_page", &set_activity_page, py::arg("address"));
-  module.def("set_argument_error",
-             [](py::object type) { set_argument_error(type.release().ptr()); });
+  module.def(
+      "set_error_types",
+      [](py::object argument, py::object backend, py::object lost) {
+        set_error_types(argument.release().ptr(), backend.release().ptr(), lost.release().ptr());
+      },
+      py::arg("argument"), py::arg("backend"), py::arg("lost"));
   module.def("set_refusal", &set_refusal, py::arg("reason"));
   module.def("set_where", [](py::object function) { locate_function = function.release().ptr(); });
 }

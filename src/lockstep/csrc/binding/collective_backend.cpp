@@ -49,17 +49,16 @@ void CollectiveBackend::check_process() const {
   if (owner_pid_ == current_pid()) return;
   const auto& ranks = options_->global_ranks_in_group;
   const auto rank = static_cast<uint64_t>(rank_);
-  C10_THROW_ERROR(
-      DistBackendError,
-      "rank " + std::to_string(ranks.empty() ? rank : ranks[rank]) + ": process " +
-          std::to_string(current_pid()) + " is a fork of process " + std::to_string(owner_pid_) +
-          ", which joined group " + name_ +
-          ", and cannot use the group: make this call in process " + std::to_string(owner_pid_) +
-          ", or start the new process by spawning it and let it join a group of its own");
+  const std::string owner = "process " + std::to_string(owner_pid_);
+  throw TorchError(
+      CommError("rank " + std::to_string(ranks.empty() ? rank : ranks[rank]) + ": process " +
+                std::to_string(current_pid()) + " is a fork of " + owner + ", which joined group " +
+                name_ + ", and cannot use the group: make this call in " + owner +
+                ", or start the new process by spawning it and let it join a group of its own"));
 }
 
 void CollectiveBackend::check_usable() {
-  if (!queue_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
+  if (!queue_) throw TorchError(CommError("the group was destroyed"));
   check_process();
   note_caller(static_cast<unsigned long>(pthread_self()));
   // torch sets the name that the user gave only after the group was created.

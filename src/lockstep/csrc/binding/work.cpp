@@ -14,9 +14,8 @@ namespace lockstep {
 
 [[noreturn]] static void throw_unfinished(const std::string& what,
                                           std::chrono::milliseconds timeout) {
-  C10_THROW_ERROR(DistBackendError, what + " timed out: it was not finished after " +
-                                        format_seconds(timeout) +
-                                        "; it continues in the background");
+  throw TorchError(CommError(what + " timed out: it was not finished after " +
+                             format_seconds(timeout) + "; it continues in the background"));
 }
 
 // The name of an operation in torch's profilers; nullptr if none is recording.
@@ -51,12 +50,10 @@ FutureWork::FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs,
 
 void FutureWork::check_process() const {
   if (owner_pid_ == current_pid()) return;
-  C10_THROW_ERROR(DistBackendError, "process " + std::to_string(current_pid()) +
-                                        " is a fork of process " + std::to_string(owner_pid_) +
-                                        ", which made this " + c10d::opTypeToString(opType_) +
-                                        " call, and cannot wait for it: wait in "
-                                        "process " +
-                                        std::to_string(owner_pid_));
+  const std::string owner = "process " + std::to_string(owner_pid_);
+  throw TorchError(CommError("process " + std::to_string(current_pid()) + " is a fork of " + owner +
+                             ", which made this " + c10d::opTypeToString(opType_) +
+                             " call, and cannot wait for it: wait in " + owner));
 }
 
 bool FutureWork::isCompleted() {
@@ -244,7 +241,8 @@ void MessageWork::start(Op op, int peer, int64_t tag, std::chrono::milliseconds 
 bool MessageWork::complete_message() {
   std::exception_ptr error;
   try {
-    if (!message_->error.empty()) throw CommError(message_->error);
+    if (!message_->error.empty())
+      throw CommError(message_->error, message_->failure, p2p_->describe(*message_));
     if (output_) {
       at::NoGradGuard guard;
       output_->copy_back();

@@ -48,6 +48,10 @@ class CollectiveCall : public WaitObserver {
     advance();
     wait_phase(group_.phase_);
   }
+  // Maps a buffer that another rank has published. If it cannot be opened, the rank is lost.
+  char* map(int rank, BufferHandle buffer, uint64_t bytes);
+  // Fails because memory that another rank has published cannot be opened.
+  [[noreturn]] void fail_unopened(int rank, const UnopenedError& error);
   // Throws MismatchError on every rank. To be called by all of them, because they have
   // found the same difference in what they published. `difference` says what differs if the
   // calls do not show it.
@@ -64,7 +68,7 @@ class CollectiveCall : public WaitObserver {
   }
 
  private:
-  [[noreturn]] void fail(const std::string& reason);
+  [[noreturn]] void fail(const Failure& failure);
   void fail_if_late();
   std::string title();  // "barrier #3"
 

@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "errors.h"
 #include "segment.h"
 #include "sync.h"
 
@@ -106,7 +107,10 @@ struct GroupHeader {
   uint64_t cell_bytes = 0;                               // payload of one cell
   uint64_t bounce_bytes = 0;                             // half of a channel's bounce buffer
   alignas(kCacheLine) std::atomic<uint32_t> aborted{0};  // 1: `text` is being written; 2: done
-  char text[kTextBytes] = {};                            // the reason
+  Loss loss = Loss::none;                                // of rank `lost`, if one is lost
+  int32_t lost = -1;
+  char text[kTextBytes] = {};  // the reason
+  char hint[kTextBytes] = {};
 };
 
 // Returns the bytes of the last-level cache; LOCKSTEP_CACHE_BYTES overrides them.

@@ -119,7 +119,7 @@ def command(
     Exit status: 0 success, 1 the training failed, 2 usage error, 75 stopped on request
     after saving a checkpoint, 128+N ended by signal N.
     """
-    from lockstep.launcher.failure_attribution import STOPPED
+    from lockstep.launcher.failure_codes import STOPPED
     from lockstep.launcher.launch import launch
     from lockstep.launcher.run_folder import create_run_folder, name_run
 
