@@ -179,6 +179,12 @@ class Optimization:
             return self.sharded.parameters
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    def find_name(self, stepped: torch.Tensor) -> str:
+        """Return the name of a parameter of an optimizer, which may be a piece of it."""
+        if self.sharded is not None:
+            stepped = self.sharded.find_whole(stepped)
+        return self.names[stepped]
+
     def tensors(self) -> dict[str, Any]:
         """Return the optimizer's tensors by name, such as "conv.weight/exp_avg"."""
         states = self.optimizer.state if self.sharded is None else self.sharded.states()
@@ -193,13 +199,20 @@ class Optimization:
         tensors = {
             name: value for name, value in self.tensors().items() if name.rpartition("/")[0] in here
         }
-        if self.average is not None:
-            tensors |= {
-                f"{name}/average": parameter
-                for name, parameter in self.average.module.named_parameters()
-                if not parameter.is_meta
-            }
-        return tensors
+        return tensors | self._average_state()
+
+    def unshared_state(self) -> dict[str, Any]:
+        """Return the part of `local_state` that other ranks have copies of."""
+        return self.local_state() if self.sharded is None else self._average_state()
+
+    def _average_state(self) -> dict[str, Any]:
+        if self.average is None:
+            return {}
+        return {
+            f"{name}/average": parameter
+            for name, parameter in self.average.module.named_parameters()
+            if not parameter.is_meta
+        }
 
     def step_shared(self, about: str) -> None:
         """Step the optimizer on parameters that all ranks share: a collective call.

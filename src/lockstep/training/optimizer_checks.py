@@ -33,6 +33,7 @@ __all__ = [
     "find_nested",
     "is_torchs",
     "load_whole_state",
+    "make_twin",
     "require_complete_state",
     "require_elementwise",
     "require_parameterwise",
@@ -218,6 +219,26 @@ def load_whole_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             loaded = state[parameter].get(key) if isinstance(value, torch.Tensor) else None
             if loaded is not None and (value.dim() == 0 or value.dtype != loaded.dtype):
                 state[parameter][key] = value.detach().clone().to(loaded.device)
+
+
+def make_twin(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]
+) -> Optimizer:
+    """Return an optimizer with the same attributes that steps other parameters, without hooks.
+
+    Call its `step` inside `without_hooks`.
+
+    Args:
+        optimizer: The optimizer.
+        groups: The parameter groups of the twin.
+        state: The state of the twin.
+    """
+    twin: Optimizer = object.__new__(type(optimizer))
+    # A scheduler puts a `step` on the object, which would step the original.
+    own = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    hooks: dict[str, Any] = {name: {} for name in own if name.endswith("_hooks")}
+    twin.__dict__.update({**own, **hooks, "param_groups": groups, "state": state})
+    return twin
 
 
 def find_nested(optimizer: Optimizer) -> list[Optimizer]:

@@ -33,7 +33,7 @@ from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.held_parameters import HeldParameters
-from lockstep.training.optimizer_checks import without_hooks
+from lockstep.training.optimizer_checks import make_twin, without_hooks
 from lockstep.training.shared_parameters import SharedParameters, allocate
 
 __all__ = ["ShardedOptimizer", "SharedStateCheck"]
@@ -167,21 +167,17 @@ class ShardedOptimizer:
                 continue
             probe = nn.Parameter(in_memory_order(parameter.detach())[:3].clone())
             probe.grad = torch.zeros_like(probe)
-            twin = object.__new__(type(self._optimizer))
-            twin.__dict__.update(self._optimizer.__dict__)
-            twin.__dict__.update({name: {} for name in vars(twin) if name.endswith("step_hooks")})
-            twin.state = defaultdict(dict)
+            state: dict[Any, dict[str, Any]] = defaultdict(dict)
             for key, value in made.get(index, {}).items():
                 # Cloned, so that the step on the probe does not change the real state.
                 whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape
                 part = in_memory_order(value)[:3].clone() if whole else copy.deepcopy(value)
-                twin.state[probe][key] = part
-            twin.param_groups = [{**self._optimizer.param_groups[group], "params": [probe]}]
+                state[probe][key] = part
+            options = {**self._optimizer.param_groups[group], "params": [probe]}
             with without_hooks():
-                type(twin).step(twin)
+                make_twin(self._optimizer, [options], state).step()
             entries[parameter.dtype] = {
-                key: self._describe_entry(key, value, probe)
-                for key, value in twin.state[probe].items()
+                key: self._describe_entry(key, value, probe) for key, value in state[probe].items()
             }
         return entries
 
@@ -286,6 +282,11 @@ class ShardedOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         """The whole parameters in the order in which the state dict numbers them."""
         return [self._parameters[index] for numbers in self._groups for index in numbers]
+
+    def find_whole(self, own: torch.Tensor) -> nn.Parameter:
+        """Return the parameter of which the optimizer steps a piece."""
+        (index,) = {piece.index for piece, parameter in self._pieces.items() if parameter is own}
+        return self._parameters[index]
 
     def states(self) -> dict[Any, dict[str, Any]]:
         """Return the whole state of each parameter, as the attribute `state` of an optimizer."""

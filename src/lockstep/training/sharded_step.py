@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from lockstep.kernel.norm import compute_squares
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.optimizer_checks import is_torchs, require_elementwise
 
-__all__ = ["choose_squares", "require_shardable"]
+__all__ = ["choose_squares", "require_shardable", "rounds_alike"]
 
 WIDTH = 64
 """Elements, a multiple of the length of vector instructions."""
@@ -44,6 +45,11 @@ def choose_squares(parallel: ParallelContext, module: nn.Module) -> Callable[...
     return lambda gradients, *_: compute_sharded_squares(gradients, group)
 
 
+def rounds_alike(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Return whether a step rounds each element alike, wherever its parameter is cut."""
+    return is_torchs(optimizer) and not group.get("fused") and dtype in EXACT
+
+
 def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], ranks: int) -> None:
     """Raise LayoutError if an optimizer's step on shards may give other bits than a whole step.
 
@@ -62,9 +68,8 @@ def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], r
                 f"torch cannot step the shards of parameters by {kind.__name__}"
                 f"{' with fused=True: leave fused out' if is_fused else ': use another optimizer'}"
             )
-        is_exact = is_torchs(optimizer) and not is_fused
         for parameter in group["params"]:
-            if is_exact and parameter.dtype in EXACT:
+            if rounds_alike(optimizer, group, parameter.dtype):
                 continue
             cuts = [start for start, _ in find_spans(parameter.shape, ranks)[1:]]
             if any(cut % WIDTH and cut < parameter.numel() for cut in cuts):

@@ -76,6 +76,7 @@ from lockstep.training.trainer_hooks import (
     ObservedTrainer,
     current_session,
 )
+from lockstep.training.update_check import UpdateCheck
 from lockstep.training.weights_file import save_from_rank0
 from lockstep.training.whole_model import WholeModelExecutor
 
@@ -267,20 +268,7 @@ class Trainer:
         self._end.begin(self._run, is_recorded)
         hooks = self._list_hooks(setup, is_resumable=bool(checkpoints or member))
         if session is None and auditing is not None:
-            record, executor = self._record_finding, setup.executor
-            position = executor.position
-            modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
-            hooks.append(
-                CallAuditHook(auditing, self.parallel, position, executor.find_calls, record)
-            )
-            if isinstance(executor, WholeModelExecutor):
-                leave = None if member is None else self._leave_if
-                called = position, executor.repeat, modules
-                hooks.append(Audit(auditing, self.parallel, *called, record, stop, leave))
-            if self.parallel.replicas > 1 and self._optimization.sharded is None:
-                state = self._optimization.local_state
-                # First, before other checks raise an error about what it can restore.
-                hooks.insert(0, ReplicaCheck(auditing, self.parallel, modules, state, record))
+            hooks = self._add_audits(hooks, auditing, is_elastic=member is not None)
         if session is not None:
             observer = session.attach(self._observed())
             if stateful is not None and (path := observer.checkpoint) is not None:
@@ -324,6 +312,31 @@ class Trainer:
         if is_resumable:
             hooks.append(self._run.safe_points)
         return [*hooks, self.history]
+
+    def _add_audits(
+        self, hooks: Sequence[StepHook], config: AuditConfig, *, is_elastic: bool
+    ) -> list[StepHook]:
+        """Return the hooks of every step and those of audited ones, in the order of checks."""
+        parallel, executor, record = self.parallel, self._executor, self._record_finding
+        optimization, position = self._optimization, executor.position
+        modules = parallel.modules_with(self.model)
+        added = [*hooks]
+        added.append(CallAuditHook(config, parallel, position, executor.find_calls, record))
+        if isinstance(executor, WholeModelExecutor):
+            leave = self._leave_if if is_elastic else None
+            called = position, executor.repeat, modules
+            stop = self._run.safe_points.stop
+            added.append(Audit(config, parallel, *called, record, stop, leave))
+        if optimization.storage != "replicated":
+            steps = optimization.optimizers, optimization.find_name
+            added.append(UpdateCheck(config, parallel.rank, *steps, self.history.write))
+        if parallel.replicas > 1:
+            sharded = optimization.sharded
+            shared = [] if sharded is None else sharded.shared.parameters
+            held = optimization.unshared_state
+            # First, before other checks raise an error about what it can restore.
+            added.insert(0, ReplicaCheck(config, parallel, modules, held, record, shared))
+        return added
 
     # --- the training loop -------------------------------------------------------------
 
