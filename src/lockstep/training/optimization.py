@@ -20,7 +20,7 @@ from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import Description, describe, describe_optimizer
-from lockstep.sharded_tensors import is_sharded, local_part, name_storage
+from lockstep.sharded_tensors import is_sharded, local_part, name_storage, read_version
 from lockstep.training.combined_optimizer import CombinedOptimizer
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.optimizer_checks import (
@@ -200,6 +200,14 @@ class Optimization:
             name: value for name, value in self.tensors().items() if name.rpartition("/")[0] in here
         }
         return tensors | self._average_state()
+
+    def describe_state(self) -> list[Any]:
+        """Return values that change if a script writes to the state of an optimizer."""
+        return [
+            [(key, read_version(value)) for key, value in state.items() if torch.is_tensor(value)]
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+        ]
 
     def unshared_state(self) -> dict[str, Any]:
         """Return the part of `local_state` that other ranks have copies of."""

@@ -640,9 +640,11 @@ class Trainer:
     def optimizer_digest(self) -> str:
         """Return the SHA-256 of the optimizer's state, as 64 hexadecimal digits.
 
-        Call it on every rank if the trainer has pipeline stages or sharded storage.
+        Call it on every rank if the trainer has pipeline stages or sharded storage, or if you have
+        changed the optimizer's state with shared storage.
         """
         self._steps.require_closed("optimizer_digest()")
+        self._state.publish_edits()
         return self._run.call_digest("optimizer_digest", self._state.optimizer_digest)
 
     def state_dict(self) -> dict[str, Any]:
@@ -656,9 +658,10 @@ class Trainer:
         position within an epoch is in `batches.state_dict()`.
 
         All tensors are copies. Call it on every rank if the trainer has pipeline stages or sharded
-        storage.
+        storage, or if you have changed the optimizer's state with shared storage.
         """
         self._steps.require_closed("state_dict()")
+        self._state.publish_edits()
         return copy.deepcopy(self._state.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
