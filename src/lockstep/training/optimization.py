@@ -32,7 +32,7 @@ from lockstep.training.optimizer_checks import (
 )
 from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
 from lockstep.training.sharded_optimizer import ShardedOptimizer
-from lockstep.training.sharded_step import require_shardable
+from lockstep.training.sharded_step import explain_cut, require_shardable
 
 __all__ = ["Optimization", "OptimizerHookCheck", "copy_on_meta", "make_average"]
 
@@ -72,6 +72,8 @@ class Optimization:
         ]
         # Each rank steps some parameters, or pieces of them, so hooks would see only these.
         self.is_split = False
+        self._shards = 0
+        self._trained: set[torch.Tensor] = set()  # the parameters that may be cut as they are
         self.schedules = [
             LearningRateSchedule(config, optimizer)
             for config, optimizer in zip(configs, self.optimizers, strict=True)
@@ -117,6 +119,7 @@ class Optimization:
             shards: The number of ranks over which each parameter is divided; 0: it is not.
         """
         self.is_split = stages > 1 or is_shared or shards > 0
+        self._shards = shards
         for optimizer in self.optimizers if shards else ():
             require_shardable(optimizer, self.names, shards)
         if is_shared and len(self.optimizers) > 1:
@@ -128,6 +131,24 @@ class Optimization:
             raise LayoutError(foreign)
         for optimizer in self.optimizers if stages > 1 else ():
             require_parameterwise(optimizer)
+
+    def find_bad_cut(self) -> str:
+        """Return a sentence about a parameter that is trained now, and whose shards are not exact.
+
+        It was frozen when the trainer was made; "" if there is none.
+        """
+        if not self._shards:
+            return ""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if not parameter.requires_grad or parameter in self._trained:
+                        continue
+                    reason = explain_cut(optimizer, group, parameter, self._shards)
+                    if reason:
+                        return f"{self.names[parameter]} {reason}"
+                    self._trained.add(parameter)
+        return ""
 
     def find_foreign_code(self) -> str:
         """Return a sentence about a hook or replaced step that this layout cannot run, or ""."""
@@ -308,7 +329,7 @@ def make_average(module: nn.Module, decay: float) -> AveragedModel:
     @torch.no_grad()
     def average(averaged: Any, current: Any, count: Any) -> None:
         averaged, current = [*map(local_part, averaged)], [*map(local_part, current)]
-        dtype = averaged[0].dtype
+        dtype = averaged[0].dtype  # of all: torch calls this for each device and dtype
         if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
             update(averaged, current, count)
         else:
@@ -364,7 +385,10 @@ def _without_graphs(module: nn.Module) -> Iterator[None]:
 
 
 class OptimizerHookCheck(StepHook):
-    """The hook that refuses hooks of optimizers which got only a part of the parameters."""
+    """The hook that refuses what an optimizer cannot do with a part of the parameters.
+
+    These are hooks that would get only this part, and parameters whose shards are not exact.
+    """
 
     name = "optimizer"
 
@@ -372,9 +396,12 @@ class OptimizerHookCheck(StepHook):
         self._optimization = optimization
 
     def status(self, step: StepContext) -> None:
-        """Refuse the step if an optimizer has such a hook now."""
-        if not step.is_stopped and (foreign := self._optimization.find_foreign_code()):
-            step.refuse(foreign)
+        """Refuse the step if an optimizer has such a hook or parameter now."""
+        if step.is_stopped:
+            return
+        reason = self._optimization.find_foreign_code() or self._optimization.find_bad_cut()
+        if reason:
+            step.refuse(reason)
 
 
 @dataclass

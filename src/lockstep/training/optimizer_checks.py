@@ -108,13 +108,21 @@ def find_foreign_code(optimizers: Sequence[Optimizer]) -> str:
 
 def require_elementwise(optimizer: Optimizer) -> None:
     """Raise LayoutError for an optimizer that may not be stepped on slices of parameters."""
-    name, is_declared = type(optimizer).__name__, getattr(optimizer, "lockstep_elementwise", False)
-    if type(optimizer) not in ELEMENTWISE and not is_declared:
+    name = type(optimizer).__name__
+    is_declared = getattr(optimizer, "lockstep_elementwise", False)
+    if type(optimizer) in ELEMENTWISE or is_declared:
+        return
+    if is_torchs(optimizer):
         raise LayoutError(
-            f"{name} is not known to treat each element of a parameter by itself, so it cannot "
-            f"step slices of parameters: if it does, set {name}.lockstep_elementwise = True, and "
-            'otherwise train with storage="replicated"'
+            f"torch's {name} does not treat each element of a parameter by itself, so it cannot "
+            "step slices of parameters: use another optimizer, such as AdamW, or train with "
+            'storage="replicated"'
         )
+    raise LayoutError(
+        f"{name} is not known to treat each element of a parameter by itself, so it cannot "
+        f"step slices of parameters: if it does, set {name}.lockstep_elementwise = True, and "
+        'otherwise train with storage="replicated"'
+    )
 
 
 def require_parameterwise(optimizer: Optimizer) -> None:
