@@ -51,6 +51,9 @@ class CallOrder:
 class TreeReduceScatter:
     """The reduce-scatter of the parameters of one sharded module, or of several in one group.
 
+    It has many attributes: what is known of each whole parameter between its gathering and the end
+    of a micro-batch, which torch's own objects do not keep.
+
     Args:
         name: The name of the module, for messages.
         number: Its number among the sharded modules.
