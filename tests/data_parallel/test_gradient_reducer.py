@@ -18,7 +18,7 @@ from lockstep.comm.shared_memory import is_shared
 from lockstep.data.assignment import on_one_host
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.local_sums import LocalSums
-from lockstep.kernel.errors import GradientError, LockstepError
+from lockstep.kernel.errors import GradientError, LockstepError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 needs_native = pytest.mark.skipif(not native.available(), reason="not built")
@@ -51,6 +51,12 @@ def note_events():
 
     LocalSums.accumulate = note_accumulation
     return events
+
+
+def test_parameters_on_several_devices_are_refused(world_of_one):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UsageError, match=r"0\.weight is on cpu, and 1\.weight on meta: move"):
+        ls.exact(model, microbatches=2)
 
 
 @needs_native

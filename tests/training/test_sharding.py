@@ -239,7 +239,7 @@ class Normalized(torch.optim.Optimizer):
         (torch.optim.SGD, (96, 3), torch.bfloat16, "cut after 144 elements"),
         (partial(torch.optim.SGD, fused=True), (128, 2), torch.float32, "leave fused out"),
         (torch.optim.Rprop, (128, 2), torch.float32, "use another optimizer"),
-        (torch.optim.Adafactor, (128, 2), torch.float32, "is not known to treat each element"),
+        (torch.optim.Adafactor, (128, 2), torch.float32, "torch's Adafactor does not treat each"),
         (Normalized, (128, 2), torch.float32, "Normalized is not known to treat each element"),
     ],
 )

@@ -110,12 +110,14 @@ class CallAuditHook(StepHook):
             RepeatStep: Gradients contain a wrong result.
         """
         found = summary.hooks[self.name] if summary.failure is None else []
-        for finding in found:
-            if "error" in finding:
-                raise_failure(*finding["error"])
-        if any(finding["corrected"] for finding in found):
-            for finding in found:
-                self._record(finding)
+        findings = [entry for entry in found if "error" not in entry]
+        errors = [entry["error"] for entry in found if "error" in entry]
+        is_wrong = any(finding["corrected"] for finding in findings)
+        for finding in findings if errors or is_wrong else ():
+            self._record(finding)
+        if errors:
+            raise_failure(*errors[0])
+        if is_wrong:
             raise RepeatStep(f"{step.where}: the step is computed again, after a wrong result")
 
     def report(self, committed: CommittedStep) -> None:

@@ -46,6 +46,7 @@ from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.local_sums import LocalSums
 from lockstep.data_parallel.parameter_shards import Shards
 from lockstep.data_parallel.planned_buckets import BucketPlanner, PlannedBuckets, StepTree
+from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import Node
 
 __all__ = ["GradientReducer"]
@@ -95,7 +96,7 @@ class GradientReducer:
         self._planner = BucketPlanner(self._parameters, group, shards)
         is_native = reason_unavailable() is None
         self._add_natively = load_native().accumulate_gradients if is_native else None
-        self._streams = GradientStreams(parameters[0][1].device if parameters else None)
+        self._streams = GradientStreams(_find_device(self._parameters))
         self._tracker = BucketReadyTracker(
             [parameter for _, parameter in parameters], self._on_gradient, modules
         )
@@ -432,3 +433,21 @@ def _list_used(mask: str) -> list[int]:
     """Return the indices of the parameters in a used-parameter mask."""
     bits = int(mask, 16)
     return [index for index in range(bits.bit_length()) if bits >> index & 1]
+
+
+def _find_device(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> torch.device | None:
+    """Return the device of all parameters; None if there are none.
+
+    Raises:
+        UsageError: They are on several devices, whose gradients cannot be added together.
+    """
+    first: dict[torch.device, str] = {}
+    for name, parameter in parameters:
+        first.setdefault(parameter.device, name)
+    if len(first) > 1:
+        (device, name), (other, another) = list(first.items())[:2]
+        raise UsageError(
+            f"the parameter {name} is on {device}, and {another} on {other}: move the model to one "
+            "device, or let its parts be pipeline stages"
+        )
+    return next(iter(first), None)

@@ -67,6 +67,7 @@ from lockstep.training.trainer_hooks import (
     TrainerHooks,
     current_session,
 )
+from lockstep.training.update_check import UpdateCheck
 from lockstep.training.weights_file import save_from_rank0
 from lockstep.training.whole_model import WholeModelExecutor
 
@@ -254,7 +255,7 @@ class Engine:
     ) -> list[StepHook]:
         """Return the hooks with those of the audit."""
         parallel, executor, record = self.parallel, self.setup.executor, self._record_finding
-        position = executor.position
+        position, optimization = executor.position, self.setup.optimization
         modules = parallel.modules_with(self.setup.model)
         who = "ls.exact" if self.options.is_exact else "trainer.manual_step()"
         calls = CallAuditHook(config, parallel, position, executor.find_calls, record, who)
@@ -263,12 +264,16 @@ class Engine:
             leave = None if member is None else self._leave_if
             repeat, stop = executor.repeat, self.run.safe_points.stop
             hooks.append(Audit(config, parallel, position, repeat, modules, record, stop, leave))
+        if optimization.storage != "replicated":
+            steps = optimization.optimizers, optimization.find_name
+            hooks.append(UpdateCheck(config, parallel.rank, *steps, self.history.write))
         # A process that joins an elastic run is alone at first.
-        has_replicas = parallel.replicas > 1 or member is not None
-        if has_replicas and self.setup.optimization.sharded is None:
-            state = self.setup.optimization.local_state
+        if parallel.replicas > 1 or member is not None:
+            sharded = optimization.sharded
+            shared = [] if sharded is None else sharded.shared.parameters
+            held = optimization.unshared_state
             # First, before other checks raise an error about what it can restore.
-            hooks.insert(0, ReplicaCheck(config, parallel, modules, state, record))
+            hooks.insert(0, ReplicaCheck(config, parallel, modules, held, record, shared))
         return hooks
 
     def _observe(self, session: TrainerHooks) -> Observation:

@@ -402,8 +402,17 @@ def _check_memory(
             "closure, a state_dict() or a numpy array, and would keep the old memory with storage="
             '"shared": let it be a copy (.clone()), delete it, or make it after the Trainer'
         )
+    parameters = {
+        ".".join(filter(None, (root, name)))
+        for root, module in modules.items()
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    }
+    if {first, second} <= parameters:
+        advice = f"make them one parameter ({second} = {first})"
+    else:
+        other = next(name for name in (second, first) if name not in parameters)
+        advice = f"delete {other}, or compute it in forward"
     raise LayoutError(
         f"{first} and {second} are different tensors over the same memory, and would get separate "
-        f"memory with {option}: make them one parameter ({second} = {first}), or let one be a copy "
-        "(.clone())"
+        f"memory with {option}: {advice}, or let one be a copy (.clone())"
     )

@@ -21,7 +21,7 @@ from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import Description, describe, describe_optimizer
-from lockstep.sharded_tensors import is_sharded, local_part, name_storage
+from lockstep.sharded_tensors import is_sharded, local_part, name_storage, read_version
 from lockstep.training.combined_optimizer import CombinedOptimizer
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.optimizer_checks import (
@@ -33,7 +33,7 @@ from lockstep.training.optimizer_checks import (
 )
 from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
 from lockstep.training.sharded_optimizer import ShardedOptimizer
-from lockstep.training.sharded_step import require_shardable
+from lockstep.training.sharded_step import explain_cut, require_shardable
 
 __all__ = ["Optimization", "OptimizerHookCheck", "copy_on_meta", "make_average"]
 
@@ -76,6 +76,8 @@ class Optimization:
         self._nested = [one for optimizer in self.optimizers for one in find_nested(optimizer)]
         # Each rank steps some parameters, or pieces of them, so hooks would see only these.
         self.is_split = False
+        self._shards = 0
+        self._trained: set[torch.Tensor] = set()  # the parameters that may be cut as they are
         self.sharded: ShardedOptimizer | None = None
 
     @classmethod
@@ -151,6 +153,7 @@ class Optimization:
             shards: The number of ranks over which each parameter is divided; 0: it is not.
         """
         self.is_split = stages > 1 or is_shared or shards > 0
+        self._shards = shards
         for optimizer in self.optimizers if shards else ():
             require_shardable(optimizer, self.names, shards)
         if is_shared and len(self.optimizers) > 1:
@@ -162,6 +165,24 @@ class Optimization:
             raise LayoutError(foreign)
         for optimizer in self.optimizers if stages > 1 else ():
             require_parameterwise(optimizer)
+
+    def find_bad_cut(self) -> str:
+        """Return a sentence about a parameter that is trained now, and whose shards are not exact.
+
+        It was frozen when the trainer was made; "" if there is none.
+        """
+        if not self._shards:
+            return ""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if not parameter.requires_grad or parameter in self._trained:
+                        continue
+                    reason = explain_cut(optimizer, group, parameter, self._shards)
+                    if reason:
+                        return f"{self.names[parameter]} {reason}"
+                    self._trained.add(parameter)
+        return ""
 
     def find_foreign_code(self) -> str:
         """Return a sentence about a hook or replaced step that this layout cannot run, or ""."""
@@ -213,6 +234,12 @@ class Optimization:
             return self.sharded.parameters
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    def find_name(self, stepped: torch.Tensor) -> str:
+        """Return the name of a parameter of an optimizer, which may be a piece of it."""
+        if self.sharded is not None:
+            stepped = self.sharded.find_whole(stepped)
+        return self.names[stepped]
+
     def tensors(self) -> dict[str, Any]:
         """Return the optimizer's tensors by name, such as "conv.weight/exp_avg"."""
         states = self.optimizer.state if self.sharded is None else self.sharded.states()
@@ -229,13 +256,28 @@ class Optimization:
         tensors = {
             name: value for name, value in self.tensors().items() if name.rpartition("/")[0] in here
         }
-        if self.average is not None:
-            tensors |= {
-                f"{name}/average": parameter
-                for name, parameter in self.average.module.named_parameters()
-                if not parameter.is_meta
-            }
-        return tensors
+        return tensors | self._average_state()
+
+    def describe_state(self) -> list[Any]:
+        """Return values that change if a script writes to the state of an optimizer."""
+        return [
+            [(key, read_version(value)) for key, value in state.items() if torch.is_tensor(value)]
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+        ]
+
+    def unshared_state(self) -> dict[str, Any]:
+        """Return the part of `local_state` that other ranks have copies of."""
+        return self.local_state() if self.sharded is None else self._average_state()
+
+    def _average_state(self) -> dict[str, Any]:
+        if self.average is None:
+            return {}
+        return {
+            f"{name}/average": parameter
+            for name, parameter in self.average.module.named_parameters()
+            if not parameter.is_meta
+        }
 
     def step_shared(self, about: str) -> None:
         """Step the optimizer on parameters that all ranks share: a collective call.
@@ -323,7 +365,7 @@ def make_average(module: nn.Module, decay: float) -> AveragedModel:
     @torch.no_grad()
     def average(averaged: Any, current: Any, count: Any) -> None:
         averaged, current = [*map(local_part, averaged)], [*map(local_part, current)]
-        dtype = averaged[0].dtype
+        dtype = averaged[0].dtype  # of all: torch calls this for each device and dtype
         if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
             update(averaged, current, count)
         else:
@@ -379,7 +421,10 @@ def _without_graphs(module: nn.Module) -> Iterator[None]:
 
 
 class OptimizerHookCheck(StepHook):
-    """The hook that refuses hooks of optimizers which got only a part of the parameters."""
+    """The hook that refuses what an optimizer cannot do with a part of the parameters.
+
+    These are hooks that would get only this part, and parameters whose shards are not exact.
+    """
 
     name = "optimizer"
 
@@ -387,9 +432,12 @@ class OptimizerHookCheck(StepHook):
         self._optimization = optimization
 
     def status(self, step: StepContext) -> None:
-        """Refuse the step if an optimizer has such a hook now."""
-        if not step.is_stopped and (foreign := self._optimization.find_foreign_code()):
-            step.refuse(foreign)
+        """Refuse the step if an optimizer has such a hook or parameter now."""
+        if step.is_stopped:
+            return
+        reason = self._optimization.find_foreign_code() or self._optimization.find_bad_cut()
+        if reason:
+            step.refuse(reason)
 
 
 @dataclass

@@ -145,7 +145,9 @@ class RunEnd:
         digests: dict[str, Any] = {}
         run, is_wanted = self._run, has_digests and bool(self._history.loggers or self._has_parts)
         if is_wanted and run is not None and not run.is_replaying:
-            for name in ("digest", "optimizer_digest"):
+            # Ranks end one by one, so a state that the script has changed last is not read.
+            names = ("digest",) if self._state.has_edits else ("digest", "optimizer_digest")
+            for name in names:
                 digests[name] = run.call_digest(name, getattr(self._state, name))
         self._history.close(
             state=state,

@@ -204,6 +204,7 @@ class SafePoints(StepHook):
         begun = time.perf_counter()
         self.saves += 1
         position = self._position.describe()
+        self._position.state.publish_edits()
         is_sharded = self._position.state.placement is not None
         local = self._position.state.local_state()
         self._position.saved = self._position.current

@@ -196,9 +196,11 @@ class Services:
     def optimizer_digest(self) -> str:
         """Return the SHA-256 of the optimizer's state, as 64 hexadecimal digits.
 
-        Call it on every rank if the trainer has pipeline stages or sharded storage.
+        Call it on every rank if the trainer has pipeline stages or sharded storage, or if you have
+        changed the optimizer's state with shared storage.
         """
         self._require_settled("optimizer_digest()")
+        self.engine.state.publish_edits()
         compute = self.engine.state.optimizer_digest
         value: str = self._run.call_digest("optimizer_digest", compute)
         return value
@@ -214,9 +216,10 @@ class Services:
         position within an epoch is in `batches.state_dict()`.
 
         All tensors are copies. Call it on every rank if the trainer has pipeline stages or sharded
-        storage.
+        storage, or if you have changed the optimizer's state with shared storage.
         """
         self._require_settled("state_dict()")
+        self.engine.state.publish_edits()
         return copy.deepcopy(self.engine.state.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
