@@ -184,6 +184,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("all_gather_bytes", &gather_bytes, py::arg("message"))
       .def_property_readonly("longest_message", &LockstepBackend::longest_message)
       .def("advance", &LockstepBackend::advance, py::call_guard<py::gil_scoped_release>())
+      // In place of torch's method, which calls `allocateTensor`: FSDP2 expects the dtype it names.
+      .def(
+          "allocate_tensor",
+          [](LockstepBackend&, int64_t size, at::ScalarType dtype, const at::Device&) {
+            return LockstepBackend::allocate(size, dtype);
+          },
+          py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"),
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)
       .def("_abort_because", &LockstepBackend::abort_because, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())

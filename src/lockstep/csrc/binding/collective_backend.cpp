@@ -70,12 +70,20 @@ void CollectiveBackend::check_usable() {
   }
 }
 
-at::Tensor CollectiveBackend::allocateTensor(long size, at::TensorOptions options) {
+at::Tensor CollectiveBackend::allocate(int64_t size, at::ScalarType dtype) {
   try {
-    return shared_empty({size}, c10::typeMetaToScalarType(options.dtype()));
+    return shared_empty({size}, dtype);
   } catch (...) {
     std::rethrow_exception(to_torch_error());
   }
+}
+
+at::Tensor CollectiveBackend::allocateTensor(long size, at::TensorOptions options) {
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
+  // torch's reducer (2.11 to 2.13) makes views of real numbers of a complex bucket. It converts a
+  // bucket that it has allocated by itself, but not one from here.
+  if (c10::isComplexType(dtype)) return allocate(2 * size, c10::toRealValueType(dtype));
+  return allocate(size, dtype);
 }
 
 // ---- starting calls ----

@@ -49,7 +49,10 @@ class CollectiveBackend : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return calls_; }
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  // Returns a bucket of torch's DistributedDataParallel, which is real if `options` are complex.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  // Returns an uninitialized tensor in shared memory, for callers in Python.
+  static at::Tensor allocate(int64_t size, at::ScalarType dtype);
 
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
