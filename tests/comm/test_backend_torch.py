@@ -96,6 +96,24 @@ def communication_hooks() -> dict[str, list[torch.Tensor]]:
     return found
 
 
+@program
+def sparse_embedding() -> list[list[torch.Tensor]]:
+    """Train an embedding with sparse gradients; the ranks use one row in common."""
+    found = []
+    for factory in (torch.optim.SGD, torch.optim.SparseAdam):
+        torch.manual_seed(3)
+        wrapped = nn.parallel.DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
+        optimizer = factory(wrapped.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            wrapped(torch.tensor([dist.get_rank(), step, 9, 9])).square().sum().backward()
+            optimizer.step()
+        gradient = wrapped.module.weight.grad
+        assert gradient.is_coalesced()
+        found.append([wrapped.module.weight.detach(), gradient.indices(), gradient.values()])
+    return found
+
+
 class Rotation(nn.Module):
     """A layer with a complex parameter, beside a real one."""
 

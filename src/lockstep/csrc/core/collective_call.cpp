@@ -109,9 +109,15 @@ std::string CollectiveCall::title() {
   return std::string(op_name(own_info().op)) + " #" + std::to_string(number_);
 }
 
-void CollectiveCall::fail(const std::string& reason) {
-  throw CommError(group_.format_rank(rank()) + ": " + title() + " on group " + group_.info_.name +
-                  " failed: " + reason);
+std::string CollectiveCall::describe_failure(const std::string& reason) {
+  return group_.format_rank(rank()) + ": " + title() + " on group " + group_.info_.name +
+         " failed: " + reason;
+}
+
+void CollectiveCall::fail(const std::string& reason) { throw CommError(describe_failure(reason)); }
+
+void CollectiveCall::refuse(const std::string& reason) {
+  throw CallError(describe_failure(reason));
 }
 
 void CollectiveCall::throw_mismatch(const std::string& difference) {
