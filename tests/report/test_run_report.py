@@ -1,5 +1,6 @@
 """The report of a run: its text and figures, from records written by hand."""
 
+import hashlib
 import os
 import re
 import time
@@ -38,7 +39,7 @@ def test_the_headline_has_quality_layout_and_speed(run):
     assert well == "digits: accuracy 91.2%, loss 0.2500 on held-out samples after 2 epochs."
     assert fast == (
         "Net of 21,840 parameters on 2 replicas, 8 micro-batches, gloo, cpu: 640 samples in "
-        "20 steps took 2.50 s, 2,207 samples/s during steps."
+        "20 steps took 2.50 s, 2,207 samples/s during steps on average."
     )
 
 
@@ -75,8 +76,8 @@ def test_an_evaluation_of_averaged_weights_is_named(tmp_path):
 
 def test_the_slowest_rank_is_named(run):
     assert timing_sentences(run) == [
-        "Rank 1 is the slowest: it works 11.6 ms per step, 31.1% more than the mean of the ranks, "
-        "and the others wait for it."
+        "Rank 1 is the slowest: it works 11.6 ms per step on average, 31.1% more than the mean of "
+        "the ranks, and the others wait for it."
     ]
 
 
@@ -111,6 +112,15 @@ def test_both_digests_are_named(run):
     for what, name in (("weights", "digest"), ("optimizer state", "optimizer_digest")):
         assert f"Digest of the {what} <code" in page
         assert records.END[name] in page
+
+
+def test_an_optimizer_without_state_has_no_digest(tmp_path):
+    """The page showed the hash of nothing."""
+    digest = hashlib.sha256().hexdigest()
+    end = records.END | {"optimizer_digest": digest}
+    page = report_html(read_run(records.write(tmp_path, [records.HEADER, records.step(0), end])))
+    assert "Digest of the optimizer state <code>no state<" in page
+    assert digest not in page
 
 
 def test_a_script_is_shown_with_its_command(tmp_path):

@@ -87,7 +87,7 @@ def _speed_sentence(run: Run, summary: Summary) -> str:
     sentence += f": {work}" if sentence else work
     sentence += f" took {format_duration(summary.seconds)}" if summary.seconds > 0 else ""
     if math.isfinite(summary.speed):
-        sentence += f", {format_number(summary.speed)} samples/s during steps"
+        sentence += f", {format_number(summary.speed)} samples/s during steps on average"
     return sentence + "."
 
 
@@ -165,7 +165,7 @@ def timing_sentences(run: Run) -> list[str]:
     if (slowest := find_slowest_rank(run)) is not None:
         rank, seconds, excess = slowest
         sentences.append(
-            f"Rank {rank} is the slowest: it works {format_duration(seconds)} per step, "
+            f"Rank {rank} is the slowest: it works {format_duration(seconds)} per step on average, "
             f"{format_percent(excess)} more than the mean of the ranks, and the others wait for it."
         )
     return sentences
