@@ -39,7 +39,7 @@ def sentences(*runs):
 def test_the_speeds_are_compared(run):
     slow, fast = run("slow", seconds=0.012), run("fast")
     assert sentences(slow, fast)[0] == (
-        "fast trained 1.20 times as many samples per second as slow, during steps."
+        "fast trained 1.20 times as many samples per second as slow, on average during steps."
     )
     assert compare_runs([fast, slow]).pairs[0].speed_ratio == pytest.approx(1 / 1.2)
 

@@ -1,5 +1,6 @@
 """The report of a run: its text and figures, from records written by hand."""
 
+import hashlib
 import os
 import re
 import time
@@ -44,7 +45,7 @@ def test_the_headline_has_quality_layout_and_speed(run):
     assert well == "digits: accuracy 91.2%, loss 0.2500 on held-out samples after 2 epochs."
     assert fast == (
         "Net of 21,840 parameters on 2 replicas, 8 micro-batches, gloo, cpu: 640 samples in "
-        "20 steps took 2.50 s, 2,207 samples/s during steps."
+        "20 steps took 2.50 s, 2,207 samples/s during steps on average."
     )
 
 
@@ -81,8 +82,8 @@ def test_an_evaluation_of_averaged_weights_is_named(tmp_path):
 
 def test_the_slowest_rank_is_named(run):
     assert timing_sentences(run) == [
-        "Rank 1 is the slowest: it works 11.6 ms per step, 31.1% more than the mean of the ranks, "
-        "and the others wait for it. It spends the time loading data."
+        "Rank 1 is the slowest: it works 11.6 ms per step on average, 31.1% more than the mean of "
+        "the ranks, and the others wait for it. It spends the time loading data."
     ]
 
 
@@ -96,7 +97,7 @@ def test_a_rank_that_works_between_steps_is_the_slowest(tmp_path):
     ]
     run = read_run(records.write(tmp_path / "run", [records.HEADER, *lines, records.END]))
     (sentence,) = timing_sentences(run)
-    assert sentence.startswith("Rank 1 is the slowest: it works 205 ms per step, ")
+    assert sentence.startswith("Rank 1 is the slowest: it works 205 ms per step on average, ")
     assert "It spends the time between steps: in the body of the loop, callbacks, " in sentence
     first, second = time_by_rank(run)
     assert first.shares["outside steps"] == 0.0
@@ -137,6 +138,15 @@ def test_both_digests_are_named(run):
     for what, name in (("weights", "digest"), ("optimizer state", "optimizer_digest")):
         assert f"Digest of the {what} <code" in page
         assert records.END[name] in page
+
+
+def test_an_optimizer_without_state_has_no_digest(tmp_path):
+    """The page showed the hash of nothing."""
+    digest = hashlib.sha256().hexdigest()
+    end = records.END | {"optimizer_digest": digest}
+    page = report_html(read_run(records.write(tmp_path, [records.HEADER, records.step(0), end])))
+    assert "Digest of the optimizer state <code>no state<" in page
+    assert digest not in page
 
 
 def test_a_script_is_shown_with_its_command(tmp_path):

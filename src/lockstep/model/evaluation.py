@@ -20,6 +20,7 @@ from lockstep.kernel.errors import LossError, StoppedError, UsageError
 from lockstep.kernel.exact_sum import PartialSums, compute_partial_sums, round_sum
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.rng_scopes import find_scopes
+from lockstep.kernel.seeds import isolated
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.forward import (
     DatasetMetric,
@@ -31,6 +32,7 @@ from lockstep.model.forward import (
     has_loss,
     split_targets,
 )
+from lockstep.model.generator_states import state_of_others, state_of_torch
 from lockstep.model.loss_root import check_scalar
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
@@ -142,12 +144,14 @@ def evaluate(
                 scopes.begin_microbatch(-1 - number, microbatch.index)
                 data = parallel.move_to_device(microbatch.data)
                 where = f"rank {parallel.rank}, evaluation batch {number}, {microbatch.index}"
-                # Modules may write buffers even in evaluation mode, so they get copies.
-                with buffers.preserve(), parallel.autocast():
-                    outputs = call_model(model, find_inputs(parallel.loss, data, where), where)
-                    result = task.compute(outputs, data, where)
-                if is_own:
-                    task.add(number, microbatch, data, result, where)
+                # Modules may write buffers even in evaluation mode, so they get copies; so do those
+                # that a metric calls.
+                with buffers.preserve():
+                    with parallel.autocast():
+                        outputs = call_model(model, find_inputs(parallel.loss, data, where), where)
+                        result = task.compute(outputs, data, where)
+                    if is_own:
+                        task.add(number, microbatch, data, result, where)
                 where = ""
     return task.combine()
 
@@ -208,13 +212,21 @@ class Scoring:
             self._check_means(microbatch.size, numbers, (outputs, targets))
 
     def _check_means(self, size: int, numbers: Mapping[str, float], whole: Any) -> None:
-        """Warn if a metric of a micro-batch is not the mean of those of its halves."""
+        """Warn if a metric of a micro-batch is not the mean of those of its halves.
+
+        A metric that draws random numbers, such as the noise of a generator, is not compared: its
+        halves would have other ones.
+        """
         first = (size + 1) // 2 / size
         for name, value in numbers.items():
-            with suppress(Exception), torch.no_grad():  # of data that are not one row per sample
+            # Errors are those of data that are not one row per sample.
+            with suppress(Exception), self._as_in_compute():
+                before = self._generator_states()
                 one, two = (
                     float(self._metrics[name](*half)) for half in halve_samples(whole, size)
                 )
+                if self._generator_states() != before:
+                    continue
                 mean = first * one + (1 - first) * two
                 if not abs(value - mean) <= TOLERANCE * max(abs(one), abs(two)):
                     self.warnings.append(
@@ -223,6 +235,16 @@ class Scoring:
                         f"{mean:.4g}; pass ls.DatasetMetric({name}), which gets all outputs and "
                         "targets of the dataset at once"
                     )
+
+    @contextmanager
+    def _as_in_compute(self) -> Iterator[None]:
+        """Compute as for the results, and leave the generators as they are."""
+        parallel = self.parallel
+        with torch.no_grad(), parallel.autocast(), isolated(parallel.device, everything=True):
+            yield
+
+    def _generator_states(self) -> tuple[bytes, tuple[object, ...]]:
+        return state_of_torch(self.parallel.device), state_of_others()
 
     def combine(self, failure: str = "") -> Evaluation:
         """Combine the scores of all ranks. A collective call.

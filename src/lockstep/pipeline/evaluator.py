@@ -122,21 +122,23 @@ class PipelineEvaluator:
             given = StageInput.from_message(*message, links.inputs.rng_state)
         scopes, inspector = self._scopes[stage], self._pipeline.stages[stage].inspector
         scopes.begin_microbatch(-1 - number, index, given.rng_state.last_call)
-        with self._buffers[stage].preserve(), parallel.autocast():
-            blocks = list(self._blocks[stage].values())
-            value = inspector.call_blocks(blocks, given.data, where)
-            rng_state = RngState(scopes.last_call)
+        with self._buffers[stage].preserve():
+            with parallel.autocast():
+                blocks = list(self._blocks[stage].values())
+                value = inspector.call_blocks(blocks, given.data, where)
+                rng_state = RngState(scopes.last_call)
+                if links.outputs is None:
+                    scopes.begin_loss()
+                    data = parallel.move_to_device(microbatch.data)
+                    compute = partial(self._task.compute, data=data, where=where)
+                    result = inspector.compute_loss(compute, value, where)
+                    given.received.check(where)
+                else:
+                    flat = inspector.flatten_output(value, blocks, given.received, where)
+            scopes.pause()
             if links.outputs is None:
-                scopes.begin_loss()
-                data = parallel.move_to_device(microbatch.data)
-                compute = partial(self._task.compute, data=data, where=where)
-                result = inspector.compute_loss(compute, value, where)
-                given.received.check(where)
-            else:
-                structure, tensors = inspector.flatten_output(value, blocks, given.received, where)
-        scopes.pause()
-        if links.outputs is None:
-            self._task.add(number, microbatch, data, result, where)
-        else:
+                self._task.add(number, microbatch, data, result, where)
+        if links.outputs is not None:
+            structure, tensors = flat
             links.outputs.send(structure, tensors, EVALUATION + number, index, rng_state)
             self._sent.append((where, SentTensors(tensors)))

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from lockstep.comm.activity import ALL_OTHERS
 from lockstep.comm.backend_errors import Failure
+from lockstep.comm.hosts.connections import ProcessGroupGloo, connect
 from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.native_module import ArgumentError, load_native, refusal
@@ -65,9 +66,10 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
         # The name and the description are in torch's C++ backends, of which this group has none.
         self._name = self._description = ""
         self._calls = 0
-        cpu, kind = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+        kind = dist.ProcessGroup.BackendType.GLOO
         self._gloo = ProcessGroup(store, group.rank, group.map.size)
-        self._gloo._register_backend(cpu, kind, group.gloo)
+        for device in self._device_types:
+            self._gloo._register_backend(device, kind, group.gloo)
         self._gloo._set_default_backend(kind)
 
     def name(self) -> str:
@@ -96,7 +98,7 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu"), torch.device("cuda")]  # those of Gloo
 
     def _get_backend(self, device: torch.device) -> HostProcessGroup:
         return self
@@ -326,7 +328,8 @@ def create_across_hosts(
         ranks=[ranks[member] for member in local_ranks],
     )
     try:
-        gloo = _connect(PrefixStore("lockstep/gloo/", store), rank, len(hosts), timeout)
+        gloo_store = PrefixStore("lockstep/gloo/", store)
+        gloo = connect(gloo_store, rank, len(hosts), timeout + GLOO_MARGIN, _find_devices())
     except RuntimeError as error:
         names = [host for _, host in hosts]
         others = ", ".join(sorted({*names} - {names[rank]}))
@@ -348,14 +351,7 @@ def create_across_hosts(
     return HostProcessGroup(group, group_store)
 
 
-def _connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Connect this rank to all others; return the `ProcessGroupGloo`."""
-    # torch's types leave these options out, which its own `new_group` uses.
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout + GLOO_MARGIN
-    # Not lazily: a lazy connection that is closed makes the next message wait for 100 s.
+def _find_devices() -> list[Any]:
+    """Return Gloo's devices of the network interfaces that are set; none if none is."""
     names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names
-    ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names]

@@ -68,8 +68,9 @@ static GroupInfo make_group_info(const std::string& name, std::vector<int> ranks
 LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                  std::chrono::milliseconds timeout, std::string name,
                                  std::vector<int> ranks, LocateThread locate,
-                                 PollSignals poll_signals)
-    : CollectiveBackend(rank, size, timeout, name, ranks), core_(std::make_shared<Core>()) {
+                                 PollSignals poll_signals, ConnectGloo connect_gloo)
+    : FallbackBackend(rank, size, timeout, name, ranks), core_(std::make_shared<Core>()) {
+  gloo_ = std::make_shared<GlooFallback>(store, connect_gloo);
   core_->caller = static_cast<unsigned long>(pthread_self());
   try {
     core_->group =
@@ -86,6 +87,7 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
 
 LockstepBackend::~LockstepBackend() {
   if (shut_down_unless_forked()) return;
+  leak(gloo_);
   leak(p2p_);
   leak(core_);
 }
@@ -98,6 +100,7 @@ void LockstepBackend::shutdown() {
   core_->group->leave();
   queue_.reset();
   p2p_.reset();
+  gloo_.reset();
   runner_.reset();
   core_.reset();
 }

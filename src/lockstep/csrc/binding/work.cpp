@@ -117,13 +117,24 @@ bool FutureWork::is_future_completed() {
   return !future_ || future_->completed();
 }
 
+// Returns the accelerators of tensors, which a future has to know.
+static std::vector<c10::Device> find_devices(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& tensor : tensors) {
+    const c10::Device device = tensor.device();
+    if (!device.is_cpu() && std::find(devices.begin(), devices.end(), device) == devices.end())
+      devices.push_back(device);
+  }
+  return devices;
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> FutureWork::getFuture() {
   check_process();
   bool is_done;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (future_) return future_;
-    future_ = c10::make_intrusive<c10::ivalue::Future>(value().type());
+    future_ = c10::make_intrusive<c10::ivalue::Future>(value().type(), find_devices(outputs_));
     is_done = completed_;
   }
   if (is_done) run_callbacks();

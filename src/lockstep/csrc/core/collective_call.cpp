@@ -124,10 +124,17 @@ void CollectiveCall::fail_unopened(int rank, const UnopenedError& error) {
                      group_.global_rank(rank)}));
 }
 
+std::string CollectiveCall::describe_failure(const std::string& reason) {
+  return group_.format_rank(rank()) + ": " + title() + " on group " + group_.info_.name +
+         " failed: " + reason;
+}
+
 void CollectiveCall::fail(const Failure& failure) {
-  throw CommError(group_.format_rank(this->rank()) + ": " + title() + " on group " +
-                      group_.info_.name + " failed: " + failure.text(),
-                  failure, title());
+  throw CommError(describe_failure(failure.text()), failure, title());
+}
+
+void CollectiveCall::refuse(const std::string& reason) {
+  throw CallError(describe_failure(reason));
 }
 
 void CollectiveCall::throw_mismatch(const std::string& difference) {

@@ -56,6 +56,10 @@ class CollectiveCall : public WaitObserver {
   // found the same difference in what they published. `difference` says what differs if the
   // calls do not show it.
   [[noreturn]] void throw_mismatch(const std::string& difference = "");
+  // Throws because the call cannot succeed on any rank; the group stays usable.
+  [[noreturn]] void refuse(const std::string& reason);
+  // Aborts the group, and throws the reason that all ranks state: this one, if it is the first.
+  [[noreturn]] void abort(const std::string& reason) { fail(group_.abort(reason)); }
 
   void check() override;
   // Another rank may need a message of this rank before it arrives.
@@ -69,6 +73,7 @@ class CollectiveCall : public WaitObserver {
 
  private:
   [[noreturn]] void fail(const Failure& failure);
+  std::string describe_failure(const std::string& reason);
   void fail_if_late();
   std::string title();  // "barrier #3"
 

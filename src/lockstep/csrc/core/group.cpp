@@ -206,7 +206,9 @@ std::string Group::describe(const CallInfo& info) const {
     return text + std::to_string(info.count) + " bytes)";
   if (info.op == Op::all_reduce || info.op == Op::reduce || info.op == Op::reduce_scatter)
     text += std::string(reduction_name(info.reduction)) + ", ";
+  if (info.kind == TensorKind::sparse) text += "sparse ";
   text += info_.dtype_name ? info_.dtype_name(info.dtype) : "dtype " + std::to_string(info.dtype);
+  if (info.kind == TensorKind::on_device) text += " on an accelerator";
   text += ", " + std::to_string(info.count) + " elements";
   if (info.root >= 0)
     text += (info.op == Op::broadcast || info.op == Op::scatter ? ", from " : ", to ") +

@@ -57,12 +57,17 @@ enum class Op : uint8_t {
   all_gather_bytes,
 };
 
+// What the tensors of a call are; those of other kinds than `dense` are not in memory that the core
+// reads.
+enum class TensorKind : uint8_t { dense, sparse, on_device };
+
 // What a rank publishes about its call; the other ranks compare it with their own.
 struct CallInfo {
   Op op = Op::none;
-  uint8_t dtype = 0;          // c10::ScalarType, only compared and printed
-  uint8_t reduction = 0;      // Reduction
-  uint8_t uneven = 0;         // 1: counts may differ; the tables in the slots are compared
+  uint8_t dtype = 0;      // c10::ScalarType, only compared and printed
+  uint8_t reduction = 0;  // Reduction
+  uint8_t uneven = 0;     // 1: counts may differ; the tables in the slots are compared
+  TensorKind kind = TensorKind::dense;
   Route route = Route::slot;  // to this rank's message
   int32_t root = -1;
   uint64_t count = 0;        // elements
@@ -73,8 +78,8 @@ struct CallInfo {
 
   bool matches(const CallInfo& other) const {
     return op == other.op && dtype == other.dtype && reduction == other.reduction &&
-           root == other.root && uneven == other.uneven && (uneven || count == other.count) &&
-           plan_digest == other.plan_digest;
+           kind == other.kind && root == other.root && uneven == other.uneven &&
+           (uneven || count == other.count) && plan_digest == other.plan_digest;
   }
 };
 

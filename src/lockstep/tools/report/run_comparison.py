@@ -141,7 +141,8 @@ def _speed_sentences(ratio: float, first: str, second: str) -> list[str]:
     if not math.isfinite(ratio):
         return []
     return [
-        f"{second} trained {ratio:.2f} times as many samples per second as {first}, during steps."
+        f"{second} trained {ratio:.2f} times as many samples per second as {first}, on average "
+        "during steps."
     ]
 
 
@@ -267,8 +268,8 @@ def comparison_table(comparison: RunComparison) -> tuple[list[str], list[list[st
         "layout",
         *metrics,
         "loss",
-        "samples/s",
-        "per step",
+        "samples/s (mean)",
+        "per step (median)",
         "digest of weights",
     ]
     rows = []
