@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data.checked_loading import load_checked
-from lockstep.data.microbatch_sampler import MicrobatchSampler
+from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSampler
 from lockstep.kernel.errors import DatasetError, DisagreementError
 
 TENSORS = TensorDataset(torch.arange(24.0))
@@ -23,6 +23,7 @@ def make(
     sampler = MicrobatchSampler(
         dataset, 8, True, 3, False, ReplicaShare(4, on_one_host(ranks), rank)
     )
+    options.setdefault("generator", torch.Generator())  # else torch draws a seed of workers
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **options)
 
 
@@ -134,6 +135,20 @@ def test_the_first_and_every_hundredth_batch_of_an_epoch_are_checked() -> None:
     }
     assert len(often) >= 3
     assert often <= checked
+
+
+def test_the_generators_are_those_from_before_the_loading() -> None:
+    """The first list of an epoch has seeds, and those of a TensorDataset after it have none."""
+    for dataset in (TENSORS, Noisy()):
+        for begin in (0, 1, 2):
+            items = load_checked(make(dataset))
+            for _ in range(4 * begin):
+                next(items)
+            LoadedHere.end()
+            before = torch.get_rng_state()
+            next(items)
+            LoadedHere.end()
+            assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_samples_that_differ_between_ranks_are_named() -> None:

@@ -26,7 +26,7 @@ from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import seed_all
 from lockstep.processor_core import one_thread
 
-__all__ = ["GatherFn", "load_checked"]
+__all__ = ["GatherFn", "load_checked", "load_seeded"]
 
 GatherFn = Callable[[bytes, str], list[bytes]]
 """A function (message, subject) that exchanges messages; returns those of all ranks, in order."""
@@ -65,6 +65,7 @@ class CheckedCollate:
     def __call__(self, samples: Any) -> Any:
         """Collate samples."""
         indices = SeededIndices.loaded
+        SeededIndices.loaded = None  # a list without seeds may be the next one
         with one_thread():
             if indices is None or not indices.checks:
                 return self._collate(samples)
@@ -90,6 +91,7 @@ class CheckedCollate:
 
     def _require_seeded(self, indices: SeededIndices, samples: Any) -> None:
         """Raise DatasetError if loading all samples in one call draws random numbers."""
+        seed_all(indices.collate_seed ^ 1)  # other random numbers than in the first call
         again = self._dataset.__getitems__(indices.without_checks())
         if hash_content(list(samples)) != hash_content(list(again)):
             raise DatasetError(
@@ -129,10 +131,21 @@ def load_checked(loader: Iterable[Any], gather: GatherFn | None = None) -> Gener
     if not isinstance(sampler, MicrobatchSampler):
         yield from loader
         return
-    changed = cast("DataLoader[Any]", loader)
-    if not isinstance(changed.collate_fn, CheckedCollate):
-        changed.collate_fn = CheckedCollate(changed.collate_fn, changed.dataset)
-    sampler.has_random_collate = not changed.collate_fn.is_default
+    checked = cast("DataLoader[Any]", loader)
+    collate = checked.collate_fn
+    sampler.has_random_collate = collate is not default_collate and not (
+        isinstance(collate, CheckedCollate) and collate.is_default
+    )
+    yield from load_seeded(checked, gather)
+
+
+def load_seeded(loader: DataLoader[Any], gather: GatherFn | None) -> Generator[Any]:
+    """Yield the items of a DataLoader whose batch sampler yields `SeededIndices`.
+
+    See `load_checked`, of which the sampler determines what is checked.
+    """
+    if not isinstance(loader.collate_fn, CheckedCollate):
+        loader.collate_fn = CheckedCollate(loader.collate_fn, loader.dataset)
     with closing(_compare_first(iter(loader), gather)) as items:
         for item in items:
             if not isinstance(item, CheckedItem):

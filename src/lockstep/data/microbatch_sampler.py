@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-import torch
 from torch.utils.data import Sampler, TensorDataset, get_worker_info
 
 from lockstep.data.assignment import ReplicaShare
@@ -142,6 +143,57 @@ class SeededIndices(list[int]):
         return SeededIndices, (self[:], self.seeds, self.collate_seed, self.checks)
 
 
+@dataclass(frozen=True)
+class EpochPlan:
+    """The order of an epoch, and how its batches are cut into micro-batches.
+
+    Attributes:
+        order: The order, in batches or, of a batch sampler, in micro-batches.
+        microbatches: The number of micro-batches of a batch.
+        keeps_lists: Whether the order is in micro-batches.
+    """
+
+    order: EpochOrder
+    microbatches: int
+    keeps_lists: bool = False
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return -(-len(self.order) // self.microbatches) if self.keeps_lists else len(self.order)
+
+    def cut(self, batch: int) -> Sequence[range]:
+        """Return the positions of each micro-batch of a batch."""
+        if self.keeps_lists:
+            begin = batch * self.microbatches
+            lists = range(begin, min(begin + self.microbatches, len(self.order)))
+            if len(lists) == self.microbatches:
+                return [self.order.span(number) for number in lists]
+            whole = range(self.order.span(lists[0]).start, self.order.span(lists[-1]).stop)
+        else:
+            whole = self.order.span(batch)
+        parts = split_evenly(len(whole), count_microbatches(len(whole), self.microbatches))
+        return [whole[part.start : part.stop] for part in parts]
+
+    def require_enough(self, share: ReplicaShare) -> EpochPlan:
+        """Return itself; LayoutError unless every rank has a micro-batch of the last batch."""
+        spans = self.cut(len(self) - 1)
+        if len(spans) < share.replicas:
+            raise LayoutError(
+                f"the last batch of an epoch has {spans[-1].stop - spans[0].start} samples, fewer "
+                f"than the {share.replicas} ranks: pass drop_last=True, or change the batch_size"
+            )
+        share.require_turns(len(spans), len(spans))
+        return self
+
+    def choose_checks(
+        self, seed: int, epoch: int, spans: Sequence[range]
+    ) -> Sequence[tuple[int, int]]:
+        """Return the index and the seed of some samples of a batch, the same on every rank."""
+        positions = select_positions(range(spans[0].start, spans[-1].stop))
+        seeds = self.order.sample_seeds(seed, epoch, positions)
+        return tuple(zip(self.order.indices[positions].tolist(), seeds, strict=True))
+
+
 class MicrobatchSampler(Sampler[list[int]]):
     """Yields the indices of each micro-batch of this rank; `exact.sampler` returns it.
 
@@ -187,28 +239,35 @@ class MicrobatchSampler(Sampler[list[int]]):
                 f"{name} has no length or no dataset[index], so it cannot be divided among ranks: "
                 "pass a map-style dataset"
             )
-        self._samples, self._batch_size = len(dataset), batch_size
-        if not self._samples or batch_size < 1:
-            raise DatasetError(f"{name} of {self._samples} samples, batch_size={batch_size}")
-        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self._sampler, self._batch_sampler = sampler, batch_sampler
-        self._share, self._is_random = share, type(dataset) is not TensorDataset
+        samples = len(dataset)
+        if not samples or batch_size < 1:
+            raise DatasetError(f"{name} of {samples} samples, batch_size={batch_size}")
+        self._seed, self._share = seed, share
+        self._is_random = type(dataset) is not TensorDataset
         self._consumers: list[MicrobatchConsumer] = []
         self.epoch = self.start = 0
         self.has_random_collate = True
         self._finished, self._has_warned = -1, False
-        given = sampler if batch_sampler is None else batch_sampler
+        self._repeats = shuffle or self._is_random  # random numbers, if an epoch is repeated
         self.settings = (
-            f"dataset of {self._samples}, batch_size={batch_size}, shuffle={shuffle}, seed={seed}, "
+            f"dataset of {samples}, batch_size={batch_size}, shuffle={shuffle}, seed={seed}, "
             f"drop_last={drop_last}"
         )
+        self._known: tuple[int, EpochPlan] | None = None  # an epoch and its plan
+        given = sampler if batch_sampler is None else batch_sampler
         if given is not None:
             validate_sampler(given)
             self.settings += f", {type(given).__name__}"
-        self._known: tuple[int, EpochOrder] | None = None  # an epoch and its order
+        self._draw: Callable[[int], EpochOrder]
+        if batch_sampler is not None:
+            self._draw = partial(draw_batches, batch_sampler, seed)
+        elif sampler is not None:
+            self._draw = partial(draw_indices, sampler, batch_size, seed, drop_last=drop_last)
+        else:
+            self._draw = partial(_permute, samples, batch_size, seed, shuffle, drop_last)
+        self._keeps_lists = batch_sampler is not None
         if given is None:  # all epochs have the same sizes
-            in_order = torch.arange(self._samples)
-            self._require_enough(EpochOrder.from_indices(in_order, batch_size, drop_last))
+            self._make_plan(0)
 
     def attach(self, consumer: MicrobatchConsumer) -> None:
         """Let another `ls.exact`, such as that of a discriminator, train on the same batches."""
@@ -222,36 +281,37 @@ class MicrobatchSampler(Sampler[list[int]]):
     @property
     def batches(self) -> int:
         """The number of batches of the epoch, the same for any number of ranks."""
-        return self._count_batches(self._make_order(self.epoch))
+        return len(self._make_plan(self.epoch))
 
     def __len__(self) -> int:
         """Return the number of micro-batches of this rank in the whole epoch."""
-        order = self._make_order(self.epoch)
-        return sum(len(self._own(self._cut(order, batch))) for batch in range(self.batches))
+        plan = self._make_plan(self.epoch)
+        return sum(len(self._own(plan.cut(batch))) for batch in range(len(plan)))
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of each micro-batch of this rank."""
         epoch, start, self.start = self.epoch, self.start, 0
         if epoch == self._finished and not (start or self._has_warned):
             self._warn()
-        order = self._make_order(epoch)
-        batches, digest = self._count_batches(order), order.digest().hex()
+        plan = self._make_plan(epoch)
+        order, digest = plan.order, plan.order.digest().hex()
         for consumer in self._consumers:
             consumer.begin_epoch()
-        for batch in range(start, batches):
-            spans = self._cut(order, batch)
-            whole = range(spans[0].start, spans[-1].stop)
-            checks = self._choose_checks(order, epoch, whole) if is_checked(batch, start) else ()
+        for batch in range(start, len(plan)):
+            spans = plan.cut(batch)
+            samples = spans[-1].stop - spans[0].start
+            is_due = is_checked(batch, start)
+            checks = plan.choose_checks(self._seed, epoch, spans) if is_due else ()
             for microbatch in self._own(spans):
                 span = spans[microbatch]
                 planned = PlannedMicrobatch(
                     microbatch,
                     len(span),
-                    len(whole),
+                    samples,
                     len(spans),
                     epoch,
                     batch,
-                    batches,
+                    len(plan),
                     digest,
                 )
                 for consumer in self._consumers:
@@ -266,72 +326,27 @@ class MicrobatchSampler(Sampler[list[int]]):
                 checks = ()  # those of the first micro-batch are enough
         self._finished = epoch
 
-    # --- the order of an epoch ----------------------------------------------------------------
-
-    def _make_order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch, in batches or, of a batch sampler, in micro-batches."""
+    def _make_plan(self, epoch: int) -> EpochPlan:
         if self._known is None or self._known[0] != epoch:
-            self._known = epoch, self._draw(epoch)
+            plan = EpochPlan(self._draw(epoch), self._share.microbatches, self._keeps_lists)
+            self._known = epoch, plan.require_enough(self._share)
         return self._known[1]
-
-    def _draw(self, epoch: int) -> EpochOrder:
-        seed, size = self._seed, self._batch_size
-        if self._batch_sampler is not None:
-            order = draw_batches(self._batch_sampler, seed, epoch)
-        elif self._sampler is not None:
-            order = draw_indices(self._sampler, size, seed, epoch, self._drop_last)
-        else:
-            permutation = epoch_permutation(self._samples, seed, epoch, self._shuffle)
-            return EpochOrder.from_indices(permutation, size, self._drop_last)
-        self._require_enough(order)
-        return order
-
-    def _require_enough(self, order: EpochOrder) -> None:
-        """Raise LayoutError unless every rank has a micro-batch of the last batch."""
-        share = self._share
-        spans = self._cut(order, self._count_batches(order) - 1)
-        samples = spans[-1].stop - spans[0].start
-        if len(spans) < share.replicas:
-            raise LayoutError(
-                f"the last batch of an epoch has {samples} samples, fewer than the "
-                f"{share.replicas} ranks: pass drop_last=True, or change the batch_size"
-            )
-        share.require_turns(len(spans), len(spans))
-
-    def _count_batches(self, order: EpochOrder) -> int:
-        return len(order) if self._batch_sampler is None else -(-len(order) // self._leaves)
-
-    @property
-    def _leaves(self) -> int:
-        return self._share.microbatches
-
-    def _cut(self, order: EpochOrder, batch: int) -> Sequence[range]:
-        """Return the positions of each micro-batch of a batch."""
-        if self._batch_sampler is None:
-            whole = order.span(batch)
-        else:
-            lists = range(batch * self._leaves, min((batch + 1) * self._leaves, len(order)))
-            if len(lists) == self._leaves:
-                return [order.span(number) for number in lists]
-            whole = range(order.span(lists[0]).start, order.span(lists[-1]).stop)
-        parts = split_evenly(len(whole), count_microbatches(len(whole), self._leaves))
-        return [whole[part.start : part.stop] for part in parts]
 
     def _own(self, spans: Sequence[range]) -> range:
         """Return the numbers of this rank's micro-batches."""
         return self._share.spans(len(spans))[self._share.replica]
 
-    def _choose_checks(
-        self, order: EpochOrder, epoch: int, whole: Sequence[int]
-    ) -> Sequence[tuple[int, int]]:
-        """Return the index and the seed of some samples of a batch, the same on every rank."""
-        positions = select_positions(whole)
-        seeds = order.sample_seeds(self._seed, epoch, positions)
-        return tuple(zip(order.indices[positions].tolist(), seeds, strict=True))
-
     def _warn(self) -> None:
         """Warn that an epoch is repeated, if that repeats random numbers."""
-        if self._share.replica == 0 and (self._shuffle or self._is_random):
+        if self._share.replica == 0 and self._repeats:
             advice = "call set_epoch(epoch) of exact.sampler(...) before each epoch"
             self._has_warned = True
             log(describe_repetition(self.epoch, advice, sys._getframe()))
+
+
+def _permute(
+    samples: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool, epoch: int
+) -> EpochOrder:
+    """Return the order of an epoch without a sampler."""
+    permutation = epoch_permutation(samples, seed, epoch, shuffle)
+    return EpochOrder.from_indices(permutation, batch_size, drop_last)
