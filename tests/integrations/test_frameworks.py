@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import lockstep as ls
 from lockstep.kernel import spec
 
+pytestmark = pytest.mark.timeout(600)  # one launch has all trainings of the module
+
 BATCH, MICROBATCHES, SAMPLES, EPOCHS = 16, 4, 43, 2  # batches of 16, 16 and 11 samples
 SAVED = 4  # the step from which trainings resume: the first one of the second epoch
 

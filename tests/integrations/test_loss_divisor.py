@@ -16,6 +16,8 @@ from torch import nn
 
 import lockstep as ls
 
+pytestmark = pytest.mark.timeout(600)  # one launch has all trainings of the module
+
 BATCH, MICROBATCHES, SAMPLES = 8, 4, 13
 LENGTH, TOKENS, CLASSES = 8, 16, 3
 

@@ -30,6 +30,7 @@ from lockstep.integrations.microbatch_loader import find_gather, find_place, reb
 from lockstep.kernel.errors import DisagreementError, UsageError
 from lockstep.kernel.seeds import isolated, key, seed_all
 from lockstep.kernel.splitting import split_evenly
+from lockstep.model.collective_calls import wrap_collective_calls
 
 __all__ = ["ELSEWHERE", "EvaluationLoader", "evaluating"]
 
@@ -40,6 +41,8 @@ ELSEWHERE = object()
 @contextmanager
 def evaluating(device: torch.device) -> Iterator[None]:
     """Restore the generators after the body, as they were before its data were loaded."""
+    if find_gather() is not None:
+        wrap_collective_calls()  # so that those of a batch can be refused
     loaded = LoadedHere.restore
     try:
         with isolated(device, everything=True):

@@ -13,13 +13,14 @@ Lightning's own loop computes together with the step of the optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from lockstep.integrations.divided_loops import DividedEvaluation, DividedPrediction
 from lockstep.integrations.evaluation_loader import EvaluationLoader
 from lockstep.integrations.logged_values import LoggedValues
+from lockstep.integrations.manual_steps import ManualSteps
 from lockstep.integrations.microbatch_loader import Microbatches, MicrobatchLoader
 from lockstep.kernel.errors import UsageError
 from lockstep.training.exact import Exact, exact
@@ -40,6 +42,9 @@ STATE = "lockstep"
 
 ATTACHED = "_lockstep_attached"
 """The attribute of a module that was trained."""
+
+MANUAL = "_lockstep_manual_step"
+"""The attribute of a module that calls `training_step` in manual optimization."""
 
 AVERAGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -91,6 +96,8 @@ class ExactStrategy(DDPStrategy):
         self._loader: MicrobatchLoader | None = None
         self._parts: list[float] = []  # of the loss of the batch
         self._is_attached = False  # whether `fit` runs, with its handle
+        self._steps: ManualSteps | None = None  # of the micro-batch, in manual optimization
+        self._redirect = _ForwardRedirection()
 
     # --- setup --------------------------------------------------------------------------------
 
@@ -165,12 +172,9 @@ class ExactStrategy(DDPStrategy):
                 has(StochasticWeightAveraging) and has_batch_norm
             ),
             "a val_check_interval of time, which ends differently on each rank; pass a number of "
-            "batches": isinstance(trainer.val_check_interval, (str, timedelta, dict)),
+            "batches": trainer._val_check_time_interval is not None,
             "training_step(dataloader_iter), which reads the data itself": (
                 is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-            ),
-            "manual optimization; write such a loop with ls.exact": not (
-                module.automatic_optimization
             ),
             "on_before_batch_transfer, which would get all micro-batches; use "
             "on_after_batch_transfer": is_overridden("on_before_batch_transfer", module),
@@ -230,6 +234,8 @@ class ExactStrategy(DDPStrategy):
         if not isinstance(batch, Microbatches):
             raise UsageError("ExactStrategy trains on one DataLoader: pass no other iterable")
         self._parts = []
+        if not self.lightning_module.automatic_optimization:
+            return self._compute_manually(batch, *args, **kwargs)
         for microbatch in batch[:-1]:
             output = self._compute(microbatch, *args, **kwargs)
             loss = output["loss"] if isinstance(output, Mapping) else output
@@ -238,21 +244,66 @@ class ExactStrategy(DDPStrategy):
 
     def _compute(self, microbatch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a micro-batch, with its part of the loss."""
-        module = self.lightning_module
+        data = self._begin(microbatch)
+        with self.lightning_module.trainer._results.recording(data):
+            output = super().training_step(data, *args, **kwargs)
+        part = self._weigh(output["loss"] if isinstance(output, Mapping) else output)
+        return {**output, "loss": part} if isinstance(output, Mapping) else part
+
+    def _begin(self, microbatch: Any) -> Any:
+        """Begin a micro-batch; return its data on the device."""
         self.exact.begin()
         self.exact.refuse_audit("Lightning calls training_step, which may count metrics")
-        data = super().batch_to_device(self.precision_plugin.convert_input(microbatch))
-        with module.trainer._results.recording(data):
-            output = super().training_step(data, *args, **kwargs)
-        if output is None:
-            raise UsageError(
-                "ExactStrategy: training_step returned None, but every micro-batch needs a loss; "
-                "for a batch that should not count, return a loss times 0"
-            )
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        return super().batch_to_device(self.precision_plugin.convert_input(microbatch))
+
+    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
         part = self.exact.weigh(loss)
         self._parts.append(float(part.detach()))
-        return {**output, "loss": part} if isinstance(output, Mapping) else part
+        return part
+
+    # --- a step of manual optimization --------------------------------------------------------
+
+    def _compute_manually(self, batch: Microbatches, *args: Any, **kwargs: Any) -> Any:
+        """Compute the micro-batches, and make the steps of `training_step` after them."""
+        module = self.lightning_module
+        module.zero_grad()
+        noted: list[ManualSteps] = []
+        for microbatch in batch:
+            data = self._begin(microbatch)
+            steps = ManualSteps(module)
+            self._steps = steps
+            setattr(module, MANUAL, partial(self._call_manually, steps))
+            given = (self.model, module, MANUAL, data, *args)
+            try:
+                with module.trainer._results.recording(data), steps.deferring():
+                    total, output = self._redirect(*given, **kwargs)
+            finally:
+                self._steps = None
+                delattr(module, MANUAL)
+            super().backward(self._weigh(total), None)
+            noted.append(steps)
+        names = [steps.names for steps in noted]
+        module.trainer._results.combine(module, self._parts, [*names[0]])
+        if any(other != names[0] for other in names):
+            raise UsageError(
+                f"ExactStrategy: training_step makes the steps {names[0]} in one micro-batch and "
+                "others in another: decide by batch_idx, which is the same for a whole batch"
+            )
+        noted[-1].make()
+        return output
+
+    def _call_manually(self, steps: ManualSteps, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            output = self.lightning_module.training_step(*args, **kwargs)
+        return steps.add_losses(), output
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Call backward, or note the loss for the end of a micro-batch of manual optimization."""
+        if self._steps is not None:
+            self._steps.add(closure_loss)
+            return closure_loss
+        loss: torch.Tensor = super().backward(closure_loss, *args, **kwargs)
+        return loss
 
     def optimizer_step(
         self,
@@ -262,6 +313,8 @@ class ExactStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Compute the last micro-batch before the optimizer's step instead of in it."""
+        if not self.lightning_module.automatic_optimization:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         # Lightning would clear gradients before the last backward, in the middle of the step.
         zero_grad = getattr(closure, "_zero_grad_fn", None)
         if zero_grad is not None:

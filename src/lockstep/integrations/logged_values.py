@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -131,26 +131,40 @@ class LoggedValues(_ResultCollection):
             self.batch_size = extract_batch_size(self.batch)
         return given or self.batch_size or 1
 
-    def combine(self, module: LightningModule, parts: list[float] | None = None) -> float:
+    def combine(
+        self,
+        module: LightningModule,
+        parts: Sequence[float] = (),
+        steps: Sequence[str] = (),
+    ) -> float:
         """Log what was recorded, with that of all ranks; every rank calls this.
 
         Args:
             module: The module, for its metrics.
             parts: The parts of the loss of this rank's micro-batches.
+            steps: What manual optimization does after the batch.
 
         Returns:
             The exact sum of all parts of the loss.
+
+        Raises:
+            UsageError: Manual optimization makes other steps on another rank.
         """
         recorded, self._recorded = self._recorded or {}, None
-        sums = compute_partial_sums(parts or [])
+        sums = compute_partial_sums(parts)
         gather = find_gather()
         if gather is not None and self._is_divided:
             mine = {key: vars(entry) for key, entry in recorded.items()}
-            messages = gather(json.dumps([sums, mine]).encode(), "logging with")
-            everyone = [json.loads(message) for message in messages]
-            sums = [value for theirs, _ in everyone for value in theirs]
+            message = json.dumps([sums, mine, [*steps]]).encode()
+            everyone = [json.loads(message) for message in gather(message, "logging with")]
+            sums = [value for theirs, *_ in everyone for value in theirs]
             recorded = {}
-            for _, entries in everyone:
+            for rank, (_, entries, theirs) in enumerate(everyone):
+                if theirs != everyone[0][2]:
+                    raise UsageError(
+                        f"ExactStrategy: training_step makes the steps {everyone[0][2]} on rank 0 "
+                        f"and {theirs} on rank {rank}: decide by batch_idx, not by the data"
+                    )
                 for key, entry in entries.items():
                     merged = recorded.setdefault(
                         key, _Recorded(entry["options"], metric=entry["metric"])
@@ -234,9 +248,12 @@ def _merge_states(metric: Metric, gather: Callable[[bytes, str], list[bytes]]) -
         if not isinstance(part, Metric):
             continue
         buffer = io.BytesIO()
-        torch.save({name: getattr(part, name) for name in part._reductions}, buffer)
+        states = {name: getattr(part, name) for name in part._reductions}
+        torch.save((part._update_count, states), buffer)
         messages = gather(buffer.getvalue(), "merging metrics with")
-        everyone = [torch.load(io.BytesIO(m), weights_only=True) for m in messages]
+        found = [torch.load(io.BytesIO(m), weights_only=True) for m in messages]
+        part._update_count = sum(count for count, _ in found)
+        everyone = [states for _, states in found]
         for name, reduction in part._reductions.items():
             values = [states[name] for states in everyone]
             if isinstance(values[0], list):

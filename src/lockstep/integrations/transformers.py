@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.data.microbatch import map_tensors
+from lockstep.data.microbatch_sampler import LoadedHere
 from lockstep.integrations.evaluated_results import EvaluatedResults, Results
 from lockstep.integrations.evaluation_loader import EvaluationLoader, evaluating
 from lockstep.integrations.loss_divisor import LossDivisor, count_samples
@@ -349,6 +350,7 @@ class ExactTrainer(Trainer):
         if device.type != "cpu" and of_device is not None:
             states[device.type] = of_device[0] if isinstance(of_device, list) else of_device
         set_global_states(states, device)
+        LoadedHere.restore = None  # the Trainer has loaded the first batch before this
 
 
 def _is_own(method: Callable[..., Any]) -> bool:
