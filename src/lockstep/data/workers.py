@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, cast
@@ -22,6 +22,7 @@ from lockstep.foreign_messages import LOADER_TIMEOUT
 from lockstep.kernel.errors import SampleError
 from lockstep.kernel.seeds import isolated
 from lockstep.messages import log
+from lockstep.processor_core import one_thread
 
 __all__ = ["Items", "load_in_process", "load_in_workers", "load_isolated"]
 
@@ -40,7 +41,7 @@ def load_isolated(source: Iterable[Item], pin_memory: bool) -> Items:
     """Yield the items, prepared in this process with one thread and isolated generators."""
     with closing(load_in_process(source, pin_memory)) as items:
         while True:
-            with isolated(everything=True), _one_thread():
+            with isolated(everything=True), one_thread():
                 item = next(items, None)
             if item is None:
                 return
@@ -126,17 +127,6 @@ def _exit(worker: BaseProcess) -> str:
     code = worker.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     return f"process {worker.pid} {how}"
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread in the body, as torch's workers do, so that the bits are the same."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _wait_for_item(items: Iterator[Item], timeout: float) -> Item | None:

@@ -18,16 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
 from lockstep.checkpoint.stop_request import stopping
 from lockstep.data.dataloader import resolve_data
-from lockstep.data.microbatch_sampler import MicrobatchSampler
+from lockstep.data.microbatch_sampler import MicrobatchSampler, MicrobatchSource
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction
+from lockstep.messages import log
 from lockstep.model.evaluation import Evaluation, Scoring
 from lockstep.model.forward import Metric
 from lockstep.model.predictions import Predictions
@@ -107,19 +108,25 @@ class Exact(Services):
         batches = self.engine.make_batches(given, seed, epoch, self.finish)
         return ExactBatches(batches, self._script_steps)
 
-    def use(self, source: MicrobatchSampler | ExactBatch) -> ExactBatch:
+    @overload
+    def use(self, source: ExactBatch) -> ExactBatch: ...
+
+    @overload
+    def use(self, source: MicrobatchSource) -> None: ...
+
+    def use(self, source: MicrobatchSource | ExactBatch) -> ExactBatch | None:
         """Train on the batch, or on the sampler, of another handle, as in a GAN.
 
         Args:
             source: A batch that another handle has yielded, or its sampler.
 
         Returns:
-            The batch of this handle; iterating over it computes a step.
+            The batch of this handle, iterating over which computes a step; None for a sampler.
         """
-        if isinstance(source, MicrobatchSampler):
-            self._open_flat().follow(source)
-            return None  # type: ignore[return-value]
-        return ExactBatch(source.data, self._script_steps)
+        if isinstance(source, ExactBatch):
+            return ExactBatch(source.data, self._script_steps)
+        self._open_flat().follow(source)
+        return None
 
     def evaluate(
         self,
@@ -299,6 +306,18 @@ class Exact(Services):
             self._flat.go_to(self._start)
         return self._flat
 
+    def refuse_audit(self, reason: str) -> None:
+        """Never call the model again, for a loop whose model counts its calls.
+
+        Ranks still compare their weights in audited steps.
+
+        Args:
+            reason: Why, such as "the model counts metrics", which rank 0 says.
+        """
+        self.engine.setup.executor.is_repeatable = False
+        if self.parallel.rank == 0:
+            log(f"ls.exact: audited steps compare weights, and repeat no micro-batch: {reason}")
+
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -363,8 +382,10 @@ class Exact(Services):
             state: How the run ended, for the record: "done", "failed" or "stopped".
             message: Why, for the record.
 
+        If the record or the last checkpoint could not be written, such as on a full disk, the
+        script goes on, and the process exits with status 1 at its end.
+
         Raises:
-            FileError: The record, or the last checkpoint, could not be written.
             UsageError: A resumed script ended before it reached the position of the other run.
         """
         self._script_steps.settle()

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.assignment import ReplicaShare
+from lockstep.data.checked_loading import load_checked
 from lockstep.data.microbatch import align_tensors
-from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSampler, PlannedMicrobatch
+from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSource, PlannedMicrobatch
 from lockstep.kernel.batch import Batch, BatchIdentity, Microbatch
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
@@ -60,7 +64,7 @@ class FlatLoop:
         self._parallel = parallel
         self._steps = steps
         self._loop: MicrobatchLoop | None = None
-        self._sampler: MicrobatchSampler | None = None
+        self._sampler: MicrobatchSource | None = None
         self._planned: deque[PlannedMicrobatch] = deque()
         self._current: PlannedMicrobatch | None = None
         self._remaining = 0  # micro-batches of this rank in the open step
@@ -75,7 +79,7 @@ class FlatLoop:
 
     # --- data ---------------------------------------------------------------------------------
 
-    def follow(self, sampler: MicrobatchSampler) -> None:
+    def follow(self, sampler: MicrobatchSource) -> None:
         """Train on the micro-batches of a sampler, whose next iteration begins at the position."""
         sampler.attach(self)
         self._sampler = sampler
@@ -107,13 +111,17 @@ class FlatLoop:
                 "ls.exact does not divide over the ranks, which would train on the same samples, "
                 f"or on others than one rank: {ADVICE}"
             )
-        for item in loader:
-            self.begin()
-            try:
-                yield align_tensors(item)
-            except GeneratorExit:  # after `break`, or an exception in the body of the loop
-                self.leave()
-                raise
+        gather = None
+        if self._parallel.replicas > 1:
+            gather = partial(all_gather_bytes, group=self._parallel.group)
+        with closing(load_checked(loader, gather)) as items:
+            for item in items:
+                self.begin()
+                try:
+                    yield align_tensors(item)
+                except GeneratorExit:  # after `break`, or an exception in the body of the loop
+                    self.leave()
+                    raise
         self._steps.settle()
 
     def leave(self) -> None:
@@ -156,7 +164,7 @@ class FlatLoop:
             loop = self._open(planned)
         batch = loop.step.batch
         assert batch is not None
-        if self._sampler and (batch.epoch, batch.identity.position) != planned[4:6]:
+        if self._sampler is not None and (batch.epoch, batch.identity.position) != planned[4:6]:
             self.leave()
             raise UsageError(
                 f"{self._steps.place}: batch {batch.identity.position} of epoch {batch.epoch} was "

@@ -45,6 +45,7 @@ class ScriptExecutor(WholeModelExecutor):
 
     Attributes:
         calls: The calls of the model, watched as long as it exists.
+        is_repeatable: Whether an audit may repeat them.
     """
 
     left_early = (
@@ -53,6 +54,7 @@ class ScriptExecutor(WholeModelExecutor):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.is_repeatable = True
         self.calls = ScriptCalls(self._called, self._scopes, lambda: _open_steps.count > 0)
         # For good, so that calls between two micro-batches are known, too. The scopes come first,
         # since a call that is no part of the training must not reach them.
@@ -72,6 +74,8 @@ class ScriptExecutor(WholeModelExecutor):
 
     def find_calls(self) -> list[WatchedCalls]:
         """Return the calls of the model, which an audit repeats between two micro-batches."""
+        if not self.is_repeatable:
+            return []
         return [
             replace(calls, call=self.calls.call_unwatched, watch=self.calls.watch)
             for calls in super().find_calls()
