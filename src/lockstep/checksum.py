@@ -138,9 +138,7 @@ def _named_tensors(state: object) -> dict[str, torch.Tensor]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             if value.is_meta:
-                raise UsageError(
-                    f"{name} has no values on this rank: call digest() on every rank"
-                )
+                raise UsageError(f"{name} has no values on this rank: call digest() on every rank")
             tensors[name] = value
         elif isinstance(value, (bool, int, float)):
             dtype = torch.float64 if isinstance(value, float) else None

@@ -33,8 +33,7 @@ def describe_value(name: str, value: Any, kind: str) -> dict[str, Any]:
         array = tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype).numpy()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"log({name!r}): a {type(value).__name__} is neither a number nor a tensor or "
-            "an array"
+            f"log({name!r}): a {type(value).__name__} is neither a number nor a tensor or an array"
         ) from error
     if kind == "histogram":
         return {"histogram": _count(array.astype(np.float64).ravel())}
