@@ -34,6 +34,7 @@ from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import Hosts, assign_nodes, on_one_host
 from lockstep.data_parallel.block_inputs import find_reordered_sum
 from lockstep.data_parallel.planned_buckets import BucketPlanner, StepTree
+from lockstep.data_parallel.sharded_draws import draw_alike
 from lockstep.data_parallel.tree_reduce_scatter import CallOrder, TreeReduceScatter
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
@@ -177,6 +178,8 @@ class ShardedGradients:
         self._is_open, self.failure = False, ""
         self.is_observed, self._hashes = False, dict[int, int]()
         self.mesh = find_mesh(module)
+        sharded: Any = parameters[0][1]  # all have the same mesh
+        draw_alike(sharded.device_mesh)
         self._shards = dist.get_world_size(self.mesh.shards)
         self._leaves, self._planned = 1, tuple[Any, ...]()
         self._buckets: list[ReproducibleAllReduce] = []  # of the gradients that are planned
