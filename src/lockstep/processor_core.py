@@ -1,4 +1,4 @@
-"""The processor core of a computation."""
+"""The processor cores of a computation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-__all__ = ["find_core", "on_another_core", "on_core"]
+import torch
+
+__all__ = ["find_core", "on_another_core", "on_core", "one_thread"]
 
 
 def find_core() -> int:
@@ -40,3 +42,14 @@ def _on_some(choose: Callable[[set[int]], set[int]]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one intra-op thread in the body, as torch's loader workers do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -205,7 +205,7 @@ def test_messages_with_the_gradients_of_another_plan_are_refused():
         trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         trainer.step(rows())
         before = trainer.digest()
-        (bucket_sum,) = trainer._executor._gradients._buckets.sums
+        (bucket_sum,) = trainer.engine.setup.executor._gradients._buckets.sums
         if ls.rank() == 1:
             bucket_sum._digest = b"another."
         with pytest.raises(native.ArgumentError, match="message of rank 1 does not end with its"):
@@ -238,7 +238,7 @@ def test_a_rank_does_not_wait_for_the_others_in_backward(ranks, tmp_path):
         trainer = ls.Trainer(Slow(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         for step in range(4):
             events = note_events()
-            gradients = trainer._executor._gradients
+            gradients = trainer.engine.setup.executor._gradients
             accumulate = LocalSums.accumulate
 
             def accumulate_and_signal(sums, leaf, accumulate=accumulate, step=step):
@@ -356,7 +356,7 @@ def test_a_rank_that_catches_its_exception_is_not_paired_with_the_others(ranks, 
                 trainer.model.wrong = False
                 if goes_on == "saves":
                     trainer.save_weights(tmp_path / "model.safetensors")
-                trainer._position.steps += 1
+                trainer.engine.state.position.steps += 1
                 trainer.step(rows())
         except LockstepError as error:
             return caught, str(error), trainer.digest() == before

@@ -359,15 +359,15 @@ def killed_at(point, folder):
     take_step(trainer)
     Dying.rank = 1
     if dist.get_rank() == 1 and point == "reduced":
-        trainer._optimization.sharded.local_gradients = kill
+        trainer.engine.setup.optimization.sharded.local_gradients = kill
     if dist.get_rank() == 1 and point in ("thawed", "loading"):
-        trainer._optimization.sharded._write_state = lambda whole: kill()
+        trainer.engine.setup.optimization.sharded._write_state = lambda whole: kill()
     told = "no error"
     try:
         trainer.load_state_dict(saved) if point == "loading" else take_step(trainer)
     except Exception as error:
         told = str(error)
-    has_state = trainer._state.is_whole()
+    has_state = trainer.engine.state.is_whole()
     state = f"{trainer.digest()} {trainer.optimizer_digest()}" if has_state else "torn torn"
     name = str(dist.get_rank())
     (folder / f"{name} in writing").write_text(f"{state} {told}")
@@ -394,7 +394,7 @@ def stopped_in(point, folder):
     """Stop rank 1 until the others have given it up and noted what they have."""
     trainer = trainer_of(True, model=thawing(), optimizer=ADAGRAD)
     take_step(trainer)
-    sharded, rank = trainer._optimization.sharded, dist.get_rank()
+    sharded, rank = trainer.engine.setup.optimization.sharded, dist.get_rank()
     method = "local_gradients" if point == "reduced" else "_step_pieces"
     original = getattr(sharded, method)
 
@@ -410,7 +410,7 @@ def stopped_in(point, folder):
     with pytest.raises(Exception, match=r"."):
         take_step(trainer)
     (folder / str(rank)).touch()
-    is_whole = trainer._state.is_whole()
+    is_whole = trainer.engine.state.is_whole()
     return is_whole and (trainer.digest(), trainer.optimizer_digest())
 
 
@@ -452,10 +452,10 @@ def test_an_error_of_the_optimizer_is_told_until_a_state_is_loaded(ranks, tmp_pa
             with pytest.raises(WorkError, match="only partly updated by a step") as raised:
                 act()
             told.append(str(raised.value))
-        assert not trainer._state.is_whole()
+        assert not trainer.engine.state.is_whole()
         assert not (tmp_path / "weights.safetensors").exists()
         trainer.load_state_dict(saved)
-        assert trainer._state.is_whole()
+        assert trainer.engine.state.is_whole()
         for group in trainer.optimizer.param_groups:
             group["fails_at"] = -1
         trainer.step(labelled(16).tensors)

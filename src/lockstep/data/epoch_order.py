@@ -97,6 +97,21 @@ class EpochOrder:
         span = self.span(batch)
         return self.indices[span.start : span.stop]
 
+    def sample_seeds(self, seed: int, epoch: int, positions: Sequence[int]) -> list[int]:
+        """Return the random seeds of the samples at some positions.
+
+        A further occurrence of a sample in the epoch has another seed than the first one.
+        """
+        chosen = list(positions)
+        indices = self.indices[chosen].tolist()
+        if self.repeats is None:
+            return [key(seed, epoch, index) for index in indices]
+        repeats = self.repeats[chosen].tolist()
+        return [
+            key(seed, epoch, index, repeat) if repeat else key(seed, epoch, index)
+            for index, repeat in zip(indices, repeats, strict=True)
+        ]
+
     def digest(self) -> bytes:
         """Return a hash of the batches, 16 bytes."""
         starts = torch.tensor(self.starts, dtype=torch.int64)

@@ -193,7 +193,7 @@ class MapSource(Dataset[Item]):
         """Check a few samples; put those that were loaded into `loaded`, by position."""
         positions = select_positions(span)
         names = self.epoch.indices[positions].tolist()
-        seeds = dict(zip(positions, self._seeds(positions, names), strict=True))
+        seeds = dict(zip(positions, self.epoch.sample_seeds(*self.keys, positions), strict=True))
 
         def load(position: int) -> Any:
             index = names[positions.index(position)]
@@ -216,9 +216,8 @@ class MapSource(Dataset[Item]):
         positions = [position for _, piece in pieces for position in piece]
         indices = self.epoch.indices[positions].tolist()
         samples = []
-        for position, index, seed in zip(
-            positions, indices, self._seeds(positions, indices), strict=True
-        ):
+        seeds = self.epoch.sample_seeds(*self.keys, positions)
+        for position, index, seed in zip(positions, indices, seeds, strict=True):
             try:
                 known = position in loaded
                 samples.append(loaded.pop(position) if known else self._sample(index, seed))
@@ -240,19 +239,6 @@ class MapSource(Dataset[Item]):
     def _sample(self, index: int, seed: int) -> Any:
         seed_all(seed)
         return self.dataset[index]
-
-    def _seeds(self, positions: Sequence[int], indices: Sequence[int]) -> list[int]:
-        """Return the random seeds of the samples with `indices` at some positions of the order.
-
-        A further occurrence of a sample in the epoch has another seed than the first one.
-        """
-        if self.epoch.repeats is None:
-            return [key(*self.keys, index) for index in indices]
-        repeats = self.epoch.repeats[list(positions)].tolist()
-        return [
-            key(*self.keys, index, repeat) if repeat else key(*self.keys, index)
-            for index, repeat in zip(indices, repeats, strict=True)
-        ]
 
 
 @dataclass(frozen=True)

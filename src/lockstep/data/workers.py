@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, cast
@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader
 from lockstep.data.map_dataset import Item
 from lockstep.data.microbatch import align_tensors, map_tensors
 from lockstep.data.shared_batch import remedy, share_batch
+from lockstep.foreign_messages import LOADER_TIMEOUT
 from lockstep.kernel.errors import SampleError
 from lockstep.kernel.seeds import isolated
 from lockstep.messages import log
+from lockstep.processor_core import one_thread
 
 __all__ = ["Items", "load_in_process", "load_in_workers", "load_isolated"]
 
@@ -39,7 +41,7 @@ def load_isolated(source: Iterable[Item], pin_memory: bool) -> Items:
     """Yield the items, prepared in this process with one thread and isolated generators."""
     with closing(load_in_process(source, pin_memory)) as items:
         while True:
-            with isolated(everything=True), _one_thread():
+            with isolated(everything=True), one_thread():
                 item = next(items, None)
             if item is None:
                 return
@@ -127,17 +129,6 @@ def _exit(worker: BaseProcess) -> str:
     return f"process {worker.pid} {how}"
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread in the body, as torch's workers do, so that the bits are the same."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _wait_for_item(items: Iterator[Item], timeout: float) -> Item | None:
     """Wait for the next item; return None at the end of the epoch.
 
@@ -150,7 +141,7 @@ def _wait_for_item(items: Iterator[Item], timeout: float) -> Item | None:
         try:
             return next(items, None)
         except RuntimeError as error:
-            if "timed out" not in str(error):
+            if LOADER_TIMEOUT not in str(error):
                 raise
             if time.monotonic() >= end:
                 raise SampleError(

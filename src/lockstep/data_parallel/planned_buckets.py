@@ -131,7 +131,7 @@ class PlannedBuckets:
         planner: BucketPlanner,
         tree: StepTree,
         indices: Sequence[int],
-        key: tuple[int, ...],
+        key: tuple[object, ...],
     ) -> None:
         self._planner, self.key = planner, key
         buckets = planner.plan(indices)

@@ -3,34 +3,49 @@
     accelerator = ExactAccelerator(microbatches=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The accelerator sets `gradient_accumulation_steps`. The first DataLoader that is prepared is that of
-the training; its batch size is that of a micro-batch.
+The first DataLoader that is prepared is that of the training; its batch size is that of a
+micro-batch. The loop runs once per micro-batch of this rank, and `len(loader)` is the number of
+batches: what is computed from it does not depend on the number of ranks. Optimizers and schedulers
+make their steps in the last micro-batch.
+
+    batches to evaluate     0 1 2 3 4     each on one rank, in rounds of as many as there are ranks
+    2 ranks                 0 1 | 2 3 | 4 (4)      rank 1 repeats a batch, which nobody counts
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import io
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.scheduler import AcceleratedScheduler
-from torch import nn
+from accelerate.utils import load, send_to_device
+from torch.utils.data import DataLoader
 
 from lockstep.audit.audit_config import AuditConfig
-from lockstep.integrations.accumulation import (
-    count_accumulation_steps,
-    make_sampler,
-    replace_sampler,
-)
+from lockstep.integrations.evaluation_loader import EvaluationLoader, evaluating
+from lockstep.integrations.loss_divisor import count_samples
+from lockstep.integrations.microbatch_loader import MicrobatchLoader, find_gather
 from lockstep.kernel.errors import UsageError
-from lockstep.training.exact import Exact, exact
+from lockstep.model.generator_states import set_global_states
+from lockstep.training.exact import Exact
+from lockstep.training.exact_setup import exact
 
 __all__ = ["ExactAccelerator"]
 
 EXACT_WITH = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+OF_OPTIMIZERS = ("step", "zero_grad")
+"""The methods of an optimizer that end a step."""
+
+GENERATORS = "random_states_0.pkl"
+"""The file with the generators of rank 0 in a checkpoint of Accelerate."""
 
 
 class ExactAccelerator(Accelerator):
@@ -38,16 +53,16 @@ class ExactAccelerator(Accelerator):
 
     Args:
         *args: The arguments of `Accelerator`.
-        microbatches: The number of micro-batches of a batch, a multiple of the number of ranks.
+        microbatches: The number of micro-batches of a batch, at least the number of ranks.
         seed: The random seed of the order of the samples and of the micro-batches.
         audit: As for `ls.exact`.
         **kwargs: More arguments of `Accelerator`.
 
     Attributes:
-        exact: The handle of `ls.exact`; None until a model is prepared.
+        exact: The handle of `ls.exact`; None until a model is prepared. That of the first one, if
+            there are several.
 
     Raises:
-        LayoutError: The ranks cannot have equally many micro-batches.
         UsageError: A setting cannot be exact.
     """
 
@@ -64,24 +79,29 @@ class ExactAccelerator(Accelerator):
             raise UsageError(
                 f"ExactAccelerator uses DistributedDataParallel, not {self.distributed_type.value}"
             )
+        given = self.gradient_accumulation_steps
+        if given != 1:
+            raise UsageError(
+                f"ExactAccelerator cannot train with gradient_accumulation_steps={given}; leave it "
+                f"out: a batch has microbatches={microbatches} on any number of ranks"
+            )
+        # Otherwise a scheduler would count the micro-batches of this rank.
+        self.gradient_state.plugin_kwargs["adjust_scheduler"] = False
         self.microbatches, self.seed, self.audit = microbatches, seed, audit
-        self.exact: Exact | None = None
-        self._has_training_loader = False
-        given: int = super().gradient_accumulation_steps
-        self.gradient_accumulation_steps = count_accumulation_steps(
-            "ExactAccelerator", microbatches, self.num_processes, given
-        )
+        self._handles: list[tuple[Any, Exact]] = []
+        self._training: TrainingLoader | None = None
+        self._evaluated: EvaluatedBatches | None = None  # what the loop iterates over
+        self._is_accumulating = False
+        self._rates: list[float] = []  # the learning rates at the beginning of the batch
+        self._folder = ""
+        self.register_load_state_pre_hook(self._note_folder)
+
+    @property
+    def exact(self) -> Exact | None:
+        """The handle of `ls.exact` of the first model."""
+        return self._handles[0][1] if self._handles else None
 
     # --- preparation --------------------------------------------------------------------------
-
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models before the loaders, which need the handle of the model."""
-        for index, value in enumerate(args):
-            if isinstance(value, nn.Module):
-                placement = None if device_placement is None else [device_placement[index]]
-                prepared = super().prepare(value, device_placement=placement)
-                args = (*args[:index], prepared, *args[index + 1 :])
-        return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -91,12 +111,11 @@ class ExactAccelerator(Accelerator):
         model = super().prepare_model(model, device_placement, evaluation_mode)
         if not is_new or evaluation_mode or not any(p.requires_grad for p in model.parameters()):
             return model
-        if self.exact is not None:
-            raise UsageError(
-                "ExactAccelerator trains one model: for several, write the loop with ls.exact"
-            )
-        self.exact = exact(model, self.microbatches, self.seed, audit=self.audit)
-        self.register_for_checkpointing(self.exact)
+        handle = exact(model, self.microbatches, self.seed, audit=self.audit)
+        if self._training is not None:
+            handle.use(cast(Any, self._training.batch_sampler))
+        self._handles.append((model, handle))
+        self.register_for_checkpointing(handle)
         return model
 
     def prepare_data_loader(
@@ -105,19 +124,18 @@ class ExactAccelerator(Accelerator):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
-        """Replace the first DataLoader by one of this rank's micro-batches."""
-        is_prepared = getattr(data_loader, "_is_accelerate_prepared", False)
-        if is_prepared or self._has_training_loader:
+        """Replace a DataLoader by the micro-batches of this rank, or by its part to evaluate."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        sampler = make_sampler(
-            "ExactAccelerator", self._handle, data_loader, self.microbatches, self.seed
-        )
         placed = self.device_placement if device_placement is None else device_placement
-        loader = replace_sampler(data_loader, sampler)
-        prepared = prepare_data_loader(
-            loader, self.device, num_processes=1, process_index=0, put_on_device=placed
-        )
-        self._has_training_loader = True
+        device = self.device if placed else None
+        prepared: TrainingLoader | EvaluatedBatches
+        if self._training is None:
+            prepared = self._training = TrainingLoader(self, data_loader, device)
+            for _, handle in self._handles:
+                handle.use(cast(Any, prepared.batch_sampler))
+        else:
+            prepared = EvaluatedBatches(self, data_loader, device)
         self._dataloaders.append(prepared)
         return prepared
 
@@ -127,27 +145,263 @@ class ExactAccelerator(Accelerator):
         prepared.split_batches = True
         return prepared
 
-    @property
-    def _handle(self) -> Exact:
-        if self.exact is None:
-            raise UsageError("ExactAccelerator: prepare the model before its data and its training")
-        return self.exact
-
     # --- a step -------------------------------------------------------------------------------
+
+    def begin_microbatch(self, is_first: bool, is_last: bool) -> None:
+        """Begin a micro-batch of the training; the DataLoader calls this."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        rates = [float(group["lr"]) for group in groups]
+        if is_first:
+            self._rates = rates
+        elif rates != self._rates:
+            raise UsageError(
+                "ExactAccelerator: a learning rate has changed between two micro-batches of a "
+                "batch, of which each rank has another number: pass the scheduler to prepare(), or "
+                "call its step() only if accelerator.sync_gradients"
+            )
+        self.gradient_state._set_sync_gradients(is_last)
+        if len(self._handles) == 1:
+            self._handles[0][1].begin()
+
+    def _do_sync(self) -> None:
+        """Leave the state as the DataLoader has set it."""
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Begin a micro-batch."""
-        self._handle.begin()
-        with super().accumulate(*models):
+        """Compute a micro-batch in the body.
+
+        With several models, the optimizers and the schedulers make their steps at its end: within
+        it, all micro-batches are computed with the same weights.
+        """
+        if len(self._handles) < 2:
+            with super().accumulate(*models):
+                yield
+            return
+        steps: list[Callable[[], Any]] = []
+        for model, handle in self._handles:
+            if any(model is given for given in models):
+                handle.begin()
+        self._is_accumulating = True
+        try:
+            with super().accumulate(*models), self._deferring(steps):
+                yield
+        finally:
+            self._is_accumulating = False
+        for step in steps:
+            step()
+
+    @contextmanager
+    def _deferring(self, steps: list[Callable[[], Any]]) -> Iterator[None]:
+        """Append the steps of the optimizers and schedulers to a list instead of making them."""
+        methods = [(optimizer, name) for optimizer in self._optimizers for name in OF_OPTIMIZERS]
+        methods += [(scheduler, "step") for scheduler in self._schedulers]
+        for owner, name in methods:
+            method = getattr(owner, name)
+
+            def defer(*args: Any, method: Callable[..., Any] = method, **kwargs: Any) -> None:
+                steps.append(partial(method, *args, **kwargs))
+
+            setattr(owner, name, defer)
+        try:
             yield
+        finally:
+            for owner, name in methods:
+                delattr(owner, name)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Call backward on the micro-batch's part of the loss."""
-        steps = self.gradient_accumulation_steps
-        super().backward(self._handle.weigh(loss, divisor=steps), **kwargs)
+        if len(self._handles) > 1 and not self._is_accumulating:
+            raise UsageError(
+                f"ExactAccelerator trains {len(self._handles)} models: write the body of the loop "
+                "in `with accelerator.accumulate(model, other_model):`, at whose end their "
+                "optimizers make their steps"
+            )
+        part: torch.Tensor | None = None
+        for _, handle in self._handles:
+            with suppress(UsageError):  # of a model that takes no part in this loss any more
+                part = handle.weigh(loss)
+        if part is None:
+            raise UsageError(
+                "ExactAccelerator: backward() was called outside of a micro-batch of the training: "
+                "prepare the model and its DataLoader, and call backward once for each model and "
+                "micro-batch"
+            )
+        super().backward(part, **kwargs)
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self, batches: EvaluatedBatches) -> Iterator[None]:
+        """Let `gather_for_metrics` take the samples of an evaluation in the body."""
+        outer, self._evaluated = self._evaluated, batches
+        try:
+            with evaluating(self.device):
+                yield
+        finally:
+            self._evaluated = outer
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return the rows of all samples of an evaluation, in the order of the dataset."""
+        if self._evaluated is None:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        size = self._evaluated.size
+        own = [_take_rows(send_to_device(input_data, "cpu"), size)] if size else []
+        gather = find_gather()
+        if gather is None:
+            return send_to_device(_join(own), self.device)
+        buffer = io.BytesIO()
+        torch.save(own, buffer)
+        messages = gather(buffer.getvalue(), "gathering for metrics")
+        parts = [part for m in messages for part in torch.load(io.BytesIO(m), weights_only=True)]
+        return send_to_device(_join(parts), self.device)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def _note_folder(self, models: Any, folder: str) -> None:
+        self._folder = folder
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load a checkpoint, which may have been saved on another number of ranks."""
         super().load_state(*args, **kwargs)
-        self.step = 0  # of the accumulation; checkpoints are saved between two batches
+        # Ranks without a file of their own would keep their generators. All are equal.
+        saved = load(Path(self._folder) / GENERATORS)
+        states = {
+            "torch": saved["torch_manual_seed"],
+            "random": saved["random_state"],
+            "numpy": saved["numpy_random_seed"],
+        }
+        of_device = saved.get(f"torch_{self.device.type}_manual_seed")
+        if of_device is not None:
+            states[self.device.type] = of_device[0]
+        set_global_states(states, self.device)
+
+
+def _place(data: Any, device: torch.device | None) -> Any:
+    return data if device is None else send_to_device(data, device)
+
+
+def _take_rows(value: Any, size: int) -> Any:
+    """Return the first rows of tensors, or of a list, in nested tuples and mappings."""
+    if isinstance(value, torch.Tensor):
+        return value[None] if value.dim() == 0 else value[:size]
+    if isinstance(value, Mapping):
+        return {name: _take_rows(part, size) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_take_rows(part, size) for part in value)
+    if isinstance(value, list) and any(isinstance(part, torch.Tensor) for part in value):
+        return [_take_rows(part, size) for part in value]
+    return value[:size] if isinstance(value, list) else [value]
+
+
+def _join(parts: list[Any]) -> Any:
+    """Return the rows of several batches after each other."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(parts)
+    if isinstance(first, Mapping):
+        return {name: _join([part[name] for part in parts]) for name in first}
+    if isinstance(first, tuple) or any(isinstance(part, torch.Tensor) for part in first):
+        return type(first)(_join(list(values)) for values in zip(*parts, strict=True))
+    return [row for part in parts for row in part]
+
+
+class TrainingLoader(DataLoaderStateMixin):
+    """The micro-batches of this rank, one after another, in place of a DataLoader.
+
+    Args:
+        accelerator: Is told of every micro-batch.
+        loader: The DataLoader.
+        device: The device to move micro-batches to; None to leave them where they are.
+
+    Attributes:
+        dataset: The dataset.
+        batch_sampler: Has the epoch that a resumed loop begins with.
+    """
+
+    def __init__(
+        self, accelerator: ExactAccelerator, loader: DataLoader[Any], device: torch.device | None
+    ) -> None:
+        self._accelerator, self._device = accelerator, device
+        self._loader = MicrobatchLoader(
+            "ExactAccelerator", loader, accelerator.microbatches, accelerator.seed
+        )
+        self.dataset: Any = loader.dataset
+        self.batch_sampler = self._loader.source
+        self.gradient_state = accelerator.gradient_state
+
+    def __len__(self) -> int:
+        """Return the number of batches, the same on any number of ranks."""
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration; a resumed epoch goes on where it was saved."""
+        self._loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the micro-batches of an epoch."""
+        self.begin()
+        try:
+            batches = iter(self._loader)
+            batch = next(batches, None)
+            while batch is not None:
+                following = next(batches, None)
+                for number, microbatch in enumerate(batch, 1):
+                    is_last = number == len(batch)
+                    self.end_of_dataloader = is_last and following is None
+                    data = _place(microbatch, self._device)
+                    self._accelerator.begin_microbatch(number == 1, is_last)
+                    yield data
+                batch = following
+        finally:
+            self.end()
+
+
+class EvaluatedBatches(DataLoaderStateMixin):
+    """The batches of an evaluation that this rank computes, in place of a DataLoader.
+
+    Args:
+        accelerator: Gathers metrics.
+        loader: The DataLoader.
+        device: The device to move batches to; None to leave them where they are.
+
+    Attributes:
+        dataset: The dataset.
+        size: The number of samples of the batch; 0 for one that is repeated.
+    """
+
+    def __init__(
+        self, accelerator: ExactAccelerator, loader: DataLoader[Any], device: torch.device | None
+    ) -> None:
+        self._accelerator, self._device = accelerator, device
+        self._loader = EvaluationLoader(
+            "ExactAccelerator", loader, accelerator.seed, accelerator.device
+        )
+        self.dataset: Any = loader.dataset
+        self.gradient_state = accelerator.gradient_state
+        self.size = 0
+
+    def __len__(self) -> int:
+        """Return the number of batches on all ranks."""
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration."""
+        self._loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield a batch per round."""
+        self.begin()
+        try:
+            with self._accelerator.evaluating(self):
+                rounds = self._loader.rounds()
+                current = next(rounds, None)
+                while current is not None:
+                    following = next(rounds, None)
+                    self.end_of_dataloader = following is None
+                    data = _place(current.data, self._device)
+                    self.size = 0 if current.is_repeated else count_samples(data)
+                    self._loader.seed(current.number)
+                    yield data
+                    current = following
+        finally:
+            self.end()

@@ -2,50 +2,76 @@
 
     trainer = L.Trainer(strategy=ExactStrategy(microbatches=8), devices=2, ...)
 
-The strategy sets `accumulate_grad_batches`; the batch size of the DataLoader is that of a
-micro-batch.
+The batch size of the training DataLoader is that of a micro-batch. What Lightning calls a batch is
+the list of this rank's micro-batches of a whole batch: its counts (`batch_idx`, limits, intervals,
+`estimated_stepping_batches`) are steps of the optimizer on any number of ranks.
+
+`training_step` is called for each micro-batch, and backward for all but the last one, which
+Lightning's own loop computes together with the step of the optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from lockstep.integrations.accumulation import (
-    count_accumulation_steps,
-    make_sampler,
-    replace_sampler,
-)
-from lockstep.kernel.errors import LayoutError, UsageError
-from lockstep.training.exact import Exact, exact
+from lockstep.integrations.divided_loops import DividedEvaluation, DividedPrediction
+from lockstep.integrations.evaluation_loader import EvaluationLoader
+from lockstep.integrations.logged_values import LoggedValues
+from lockstep.integrations.manual_steps import ManualSteps
+from lockstep.integrations.microbatch_loader import Microbatches, MicrobatchLoader
+from lockstep.kernel.errors import UsageError
+from lockstep.training.exact import Exact
+from lockstep.training.exact_setup import exact
 
 __all__ = ["ExactStrategy"]
 
 STATE = "lockstep"
 """The key of the position in a checkpoint."""
 
-AVERAGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
-_fitted: WeakSet[LightningModule] = WeakSet()
-"""The modules that were passed to `fit`."""
+ATTACHED = "_lockstep_attached"
+"""The attribute of a module that was trained."""
 
-COUNTERS = ("ready", "started", "processed")
+MANUAL = "_lockstep_manual_step"
+"""The attribute of a module that calls `training_step` in manual optimization."""
+
+AVERAGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class _Attached:
+    """The wrapper and the handle of a module, which later calls of `fit` use again."""
+
+    def __init__(self, wrapper: DistributedDataParallel, handle: Exact) -> None:
+        self.wrapper, self.handle = wrapper, handle
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Return nothing: a copy of the module is another module."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send and save nothing."""
+        return type(None), ()
 
 
 class ExactStrategy(DDPStrategy):
     """DistributedDataParallel with the same bits on any number of ranks.
 
     Args:
-        microbatches: The number of micro-batches of a batch, a multiple of the number of ranks.
+        microbatches: The number of micro-batches of a batch, at least the number of ranks.
         seed: The random seed of the order of the samples and of the micro-batches.
+        divide_evaluation: Whether each batch of a validation, a test or a prediction is computed by
+            one rank. False: by every rank, for modules that keep outputs in attributes.
         **options: The options of `DDPStrategy`.
 
     Attributes:
@@ -57,38 +83,78 @@ class ExactStrategy(DDPStrategy):
 
     exact: Exact
 
-    def __init__(self, microbatches: int = 8, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, microbatches: int = 8, seed: int = 0, divide_evaluation: bool = True, **options: Any
+    ) -> None:
         for name in AVERAGING:
             if options.get(name) is not None:
                 raise UsageError(f"ExactStrategy adds gradients itself: leave out {name}")
         super().__init__(**options)
         self.microbatches, self.seed = microbatches, seed
+        self.divide_evaluation = divide_evaluation
         self._position: Mapping[str, Any] | None = None  # from a checkpoint
-        self._steps = 0  # micro-batches of a rank
-        self._has_loader = False
+        self._shuffles: bool | None = None  # whether Lightning would pass distributed samplers
+        self._loader: MicrobatchLoader | None = None
+        self._parts: list[float] = []  # of the loss of the batch
+        self._is_attached = False  # whether `fit` runs, with its handle
+        self._steps: ManualSteps | None = None  # of the micro-batch, in manual optimization
+        self._redirect = _ForwardRedirection()
+
+    # --- setup --------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model, and attach `ls.exact`."""
+        module = self.lightning_module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self._reject(trainer)
-            given = trainer.accumulate_grad_batches
-            self._steps = count_accumulation_steps(
-                "ExactStrategy", self.microbatches, self.world_size, given
-            )
-            trainer.accumulate_grad_batches = self._steps
+        connector = trainer._accelerator_connector
+        if self._shuffles is None:
+            self._shuffles = connector.use_distributed_sampler
+        connector.use_distributed_sampler = False  # data are divided here
+        self._replace_loops(trainer)
         super().setup(trainer)
-        if not is_fitting:
-            return
-        if any(config.reduce_on_plateau for config in self.lr_scheduler_configs):
-            raise UsageError(
-                "ExactStrategy: ReduceLROnPlateau follows a metric of the validation, whose bits "
-                "depend on the number of ranks: use another scheduler"
-            )
-        _fitted.add(self.lightning_module)
-        self.exact = exact(self.model, microbatches=self.microbatches, seed=self.seed)
-        if self._position is not None:
-            self.exact.load_state_dict(self._position)
+        if is_fitting:
+            self._attach(module)
+
+    def _attach(self, module: LightningModule) -> None:
+        """Attach `ls.exact`, or begin again with the handle of an earlier `fit`."""
+        attached = getattr(module, ATTACHED, None)
+        if attached is None:
+            handle = exact(self.model, microbatches=self.microbatches, seed=self.seed)
+            handle.refuse_audit("Lightning calls training_step, which may count metrics")
+            attached = _Attached(self.model, handle)
+            setattr(module, ATTACHED, attached)
+        self.exact = attached.handle
+        self._is_attached = True
+        start = {"step": 0, "epoch": 0, "batch": 0}
+        settings = {"microbatches": self.microbatches, "seed": self.seed}
+        self.exact.load_state_dict(self._position or {**start, **settings})
+        self._position = None
+        if self._loader is not None:  # `configure_optimizers` has asked for its length
+            self._follow(self._loader)
+
+    def teardown(self) -> None:
+        """Forget the data; the module keeps its handle."""
+        self._is_attached = False
+        self._loader = None
+        super().teardown()
+
+    def _setup_model(self, model: Any) -> DistributedDataParallel:
+        attached: _Attached | None = getattr(model, ATTACHED, None)
+        if attached is not None:
+            return attached.wrapper
+        wrapper: DistributedDataParallel = super()._setup_model(model)
+        return wrapper
+
+    def _replace_loops(self, trainer: Trainer) -> None:
+        """Let evaluations and logged values be divided."""
+        trainer.fit_loop.epoch_loop._results = LoggedValues(training=True)
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (validation, trainer.validate_loop, trainer.test_loop):
+            loop.__class__ = DividedEvaluation  # with the state that Lightning has given it
+            loop._results = LoggedValues(False, self.divide_evaluation)
+        trainer.predict_loop.__class__ = DividedPrediction
 
     def _reject(self, trainer: Trainer) -> None:
         """Raise UsageError for what cannot be exact."""
@@ -97,19 +163,24 @@ class ExactStrategy(DDPStrategy):
         def has(kind: type) -> bool:
             return any(isinstance(callback, kind) for callback in trainer.callbacks)
 
+        has_batch_norm = StochasticWeightAveraging.pl_module_contains_batch_norm(module)
         found = {
-            "limit_train_batches, overfit_batches or fast_dev_run, which count the micro-batches "
-            "of a rank; use max_steps": trainer.limit_train_batches != 1.0
-            or trainer.overfit_batches,
-            "EarlyStopping, which follows a metric of the validation": has(EarlyStopping),
-            "GradientAccumulationScheduler": has(GradientAccumulationScheduler),
-            "manual optimization; write such a loop with ls.exact": not (
-                module.automatic_optimization
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}; leave it out: a batch has "
+            f"microbatches={self.microbatches} on any number of ranks": (
+                trainer.accumulate_grad_batches != 1
             ),
-            "on_before_batch_transfer, where random numbers depend on the number of ranks; use "
+            "GradientAccumulationScheduler": has(GradientAccumulationScheduler),
+            "StochasticWeightAveraging of a module with batch norm, whose statistics it would "
+            "update in the order of this rank's micro-batches": (
+                has(StochasticWeightAveraging) and has_batch_norm
+            ),
+            "a val_check_interval of time, which ends differently on each rank; pass a number of "
+            "batches": trainer._val_check_time_interval is not None,
+            "training_step(dataloader_iter), which reads the data itself": (
+                is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+            ),
+            "on_before_batch_transfer, which would get all micro-batches; use "
             "on_after_batch_transfer": is_overridden("on_before_batch_transfer", module),
-            "a module a second time; pass a new one to fit, or a larger max_epochs": module
-            in _fitted,
             "a checkpoint that was saved with another strategy": trainer.ckpt_path is not None
             and self._position is None,
         }
@@ -120,48 +191,121 @@ class ExactStrategy(DDPStrategy):
     # --- data ---------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Replace the DataLoader of the training by one of this rank's micro-batches."""
+        """Return an iterable of this rank's micro-batches, or of its part of an evaluation."""
         trainer = self.lightning_module.trainer
-        if not trainer.training or trainer.state.fn != TrainerFn.FITTING:
+        is_training = trainer.training and trainer.state.fn == TrainerFn.FITTING
+        if not (is_training or self.divide_evaluation):
             return dataloader
-        if not isinstance(dataloader, DataLoader) or self._has_loader:
-            raise UsageError("ExactStrategy trains on one DataLoader: pass no other iterable")
-        self._has_loader = True
-        sampler: Any = make_sampler(
-            "ExactStrategy", self.exact, dataloader, self.microbatches, self.seed
-        )
-        whole = (dataloader.batch_size or 0) * self.microbatches
-        last = len(cast(Any, dataloader.dataset)) - whole * (sampler.batches - 1)
-        if (leaves := min(last, self.microbatches)) % self.world_size:
-            raise LayoutError(
-                f"ExactStrategy needs equally many micro-batches on every rank, but the last batch "
-                f"of an epoch has {leaves}, on {self.world_size} ranks: pass drop_last=True to the "
-                "DataLoader, or change its batch_size"
+        if not isinstance(dataloader, DataLoader):
+            raise UsageError(
+                "ExactStrategy divides torch's DataLoaders among the ranks, and got a "
+                f"{type(dataloader).__name__}: pass a DataLoader"
             )
-        sampler.sampler = sampler  # where Lightning looks for set_epoch
-        sampler.set_epoch(trainer.current_epoch)
-        loader: Any = replace_sampler(dataloader, sampler)
-        # Lightning warns of a loader without them when it resumes. The checkpoint has the position.
-        loader.state_dict, loader.load_state_dict = dict, lambda _: None
-        return loader
+        if not is_training:
+            return EvaluationLoader(
+                "ExactStrategy", dataloader, self.seed, self.root_device, is_contiguous=True
+            )
+        sampler = getattr(dataloader.batch_sampler, "sampler", None)
+        # As Lightning's own distributed sampler, which replaces these two.
+        is_shuffled = self._shuffles and isinstance(sampler, (RandomSampler, SequentialSampler))
+        shuffle = None if not is_shuffled else not trainer.overfit_batches
+        self._loader = MicrobatchLoader(
+            "ExactStrategy", dataloader, self.microbatches, self.seed, shuffle=shuffle
+        )
+        if self._is_attached:
+            self._follow(self._loader)
+            self._loader.set_epoch(trainer.current_epoch)
+        return self._loader
+
+    def _follow(self, loader: MicrobatchLoader) -> None:
+        """Let the handle train on the micro-batches of a loader, from its position on."""
+        self.exact.use(cast(Any, loader.source))
+        self.exact.load_state_dict(self.exact.state_dict())
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Begin a micro-batch of the training, before hooks of the module draw random numbers."""
-        if self.lightning_module.trainer.training:
-            self.exact.begin()
+        """Leave micro-batches to `training_step`, since hooks may draw random numbers."""
+        if isinstance(batch, Microbatches):
+            return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- a step -------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the micro-batch's part of the loss, times what Lightning divides by."""
-        self.exact.refuse_audit("Lightning calls training_step, which may count metrics")
-        output = super().training_step(*args, **kwargs)
-        if isinstance(output, Mapping):
-            return {**output, "loss": self.exact.weigh(output["loss"], divisor=self._steps)}
-        return None if output is None else self.exact.weigh(output, divisor=self._steps)
+    def training_step(self, batch: Microbatches, *args: Any, **kwargs: Any) -> Any:
+        """Compute the micro-batches; return the result of the last one, before its backward."""
+        if not isinstance(batch, Microbatches):
+            raise UsageError("ExactStrategy trains on one DataLoader: pass no other iterable")
+        self._parts = []
+        if not self.lightning_module.automatic_optimization:
+            return self._compute_manually(batch, *args, **kwargs)
+        for microbatch in batch[:-1]:
+            output = self._compute(microbatch, *args, **kwargs)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            self.backward(loss, self.optimizers[0])
+        return self._compute(batch[-1], *args, **kwargs)
+
+    def _compute(self, microbatch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a micro-batch, with its part of the loss."""
+        data = self._begin(microbatch)
+        with self.lightning_module.trainer._results.recording(data):
+            output = super().training_step(data, *args, **kwargs)
+        part = self._weigh(output["loss"] if isinstance(output, Mapping) else output)
+        return {**output, "loss": part} if isinstance(output, Mapping) else part
+
+    def _begin(self, microbatch: Any) -> Any:
+        """Begin a micro-batch; return its data on the device."""
+        self.exact.begin()
+        return super().batch_to_device(self.precision_plugin.convert_input(microbatch))
+
+    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        part = self.exact.weigh(loss)
+        self._parts.append(float(part.detach()))
+        return part
+
+    # --- a step of manual optimization --------------------------------------------------------
+
+    def _compute_manually(self, batch: Microbatches, *args: Any, **kwargs: Any) -> Any:
+        """Compute the micro-batches, and make the steps of `training_step` after them."""
+        module = self.lightning_module
+        module.zero_grad()
+        noted: list[ManualSteps] = []
+        for microbatch in batch:
+            data = self._begin(microbatch)
+            steps = ManualSteps(module)
+            self._steps = steps
+            setattr(module, MANUAL, partial(self._call_manually, steps))
+            given = (self.model, module, MANUAL, data, *args)
+            try:
+                with module.trainer._results.recording(data), steps.deferring():
+                    total, output = self._redirect(*given, **kwargs)
+            finally:
+                self._steps = None
+                delattr(module, MANUAL)
+            super().backward(self._weigh(total), None)
+            noted.append(steps)
+        names = [steps.names for steps in noted]
+        module.trainer._results.combine(module, self._parts, [*names[0]])
+        if any(other != names[0] for other in names):
+            raise UsageError(
+                f"ExactStrategy: training_step makes the steps {names[0]} in one micro-batch and "
+                "others in another: decide by batch_idx, which is the same for a whole batch"
+            )
+        noted[-1].make()
+        return output
+
+    def _call_manually(self, steps: ManualSteps, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            output = self.lightning_module.training_step(*args, **kwargs)
+        return steps.add_losses(), output
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Call backward, or note the loss for the end of a micro-batch of manual optimization."""
+        if self._steps is not None:
+            self._steps.add(closure_loss)
+            return closure_loss
+        loss: torch.Tensor = super().backward(closure_loss, *args, **kwargs)
+        return loss
 
     def optimizer_step(
         self,
@@ -171,7 +315,19 @@ class ExactStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Compute the last micro-batch before the optimizer's step instead of in it."""
+        if not self.lightning_module.automatic_optimization:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        # Lightning would clear gradients before the last backward, in the middle of the step.
+        zero_grad = getattr(closure, "_zero_grad_fn", None)
+        if zero_grad is not None:
+            zero_grad()
+            cast(Any, closure)._zero_grad_fn = None
         results = [closure()]
+        module = self.lightning_module
+        loss = module.trainer._results.combine(module, self._parts)
+        output = getattr(closure, "_result", None)
+        if output is not None and output.loss is not None:  # what callbacks get
+            output.loss = torch.full_like(output.loss, loss)
 
         def finished() -> Any:
             if not results:
@@ -189,21 +345,16 @@ class ExactStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """Save the position in the data with the checkpoint."""
-        if hasattr(self, "exact"):
-            position = self.exact.state_dict() | {"ranks": self.world_size}
-            checkpoint = checkpoint | {STATE: position}
+        if self._is_attached:
+            checkpoint = checkpoint | {STATE: self.exact.state_dict()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Load a checkpoint; count its micro-batches as those of a rank of this run."""
+        """Load a checkpoint with the position in the data."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if (position := checkpoint.get(STATE)) is None:
-            return checkpoint
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for counts in (progress["total"], progress["current"]):
-            behind = counts["ready"] - counts["completed"]  # 1 in on_train_batch_end
-            for name in COUNTERS:
-                counts[name] = counts[name] * position["ranks"] // self.world_size
-            counts["completed"] = counts["ready"] - behind
-        self._position = {key: value for key, value in position.items() if key != "ranks"}
+        position = checkpoint.get(STATE)
+        if self._is_attached:  # such as that of the LR finder, which tries steps
+            self.exact.load_state_dict(position)
+        else:
+            self._position = position
         return checkpoint

@@ -197,7 +197,7 @@ class HeldParameters:
             return ""
         strangers = [
             leaf
-            for leaf in _find_leaves(root)
+            for leaf in find_leaves(root)
             if id(leaf) not in self._trained
             and not any(id(leaf) in holder._trained for holder in HOLDERS)
         ]
@@ -374,7 +374,7 @@ def find_stranger(optimizer: Optimizer, own: Collection[int]) -> str:
     return ""
 
 
-def _find_leaves(root: torch.Tensor) -> list[torch.Tensor]:
+def find_leaves(root: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaves of a graph that require a gradient."""
     if root.grad_fn is None:
         return [root] if root.requires_grad else []

@@ -136,7 +136,7 @@ def set_up_model(
     average = _distribute_weights(
         module, blocks, parallel, partitioner, seed, ema_decay, is_shared=is_shared
     )
-    optimization = Optimization(module, optimizers, average, parallel.device)
+    optimization = Optimization.make(module, optimizers, average, parallel.device)
     of_optimizer = optimization.describe()
     verify_across_ranks(
         "the optimizer of a Trainer",
@@ -152,7 +152,7 @@ def set_up_model(
         name: metric for name, metric in metrics.items() if not isinstance(metric, DatasetMetric)
     }
     executor, state_check = _build_executor(
-        parallel, called, partitioner, optimization, own_metrics, seed, is_shared
+        parallel, called, partitioner, optimization, own_metrics, seed, is_shared, is_elastic
     )
     checks: list[StepHook] = [hyperparameters] if hyperparameters.is_needed else []
     checks.append(state_check)
@@ -211,6 +211,7 @@ def _build_executor(
     metrics: Mapping[str, Metric],
     seed: int,
     shared: bool,
+    is_elastic: bool,
 ) -> tuple[WholeModelExecutor | PipelineExecutor, StateMutationCheck]:
     """Return the executor of a step in this layout, and the check of what it may not change.
 
@@ -222,6 +223,7 @@ def _build_executor(
         metrics: Functions of (outputs, targets) by name.
         seed: The trainer's seed.
         shared: Whether the ranks share one copy of the parameters.
+        is_elastic: Whether the number of ranks can change.
     """
     module, average = optimization.module, optimization.average
     if parallel.stages > 1:
@@ -249,6 +251,7 @@ def _build_executor(
             parallel.group,
             modules=called,
             sparse=sparse,
+            keeps_sums=is_elastic,
         )
     modules = parallel.modules_with(module)
     held = HeldParameters(

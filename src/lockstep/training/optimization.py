@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,49 +39,80 @@ __all__ = ["Optimization", "OptimizerHookCheck", "copy_on_meta", "make_average"]
 
 
 class Optimization:
-    """The optimizers, schedulers and weight average of a trainer; equal on every rank.
+    """The optimizers, schedulers and weight average of a training; equal on every rank.
 
     Args:
         module: The model.
-        configs: The optimizers with their groups and schedulers.
+        schedules: The optimizers with their schedulers.
         average: The average of the weights; None: there is none.
-        device: The device of the parameters.
+        is_combined: Whether optimizers may be added.
 
     Attributes:
         names: The names of the model's parameters.
+        schedules: The argument.
+        optimizers: The optimizers.
+        optimizer: The optimizers as one.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        configs: Sequence[OptimizerConfig],
+        schedules: Sequence[LearningRateSchedule],
         average: AveragedModel | None,
-        device: torch.device,
+        *,
+        is_combined: bool = False,
     ) -> None:
-        self.module, self.average = module, average
-        self.optimizers = make_optimizers(configs, module)
+        self.module = module
+        self.average = average
+        self.schedules = [*schedules]
+        self.optimizers = tuple(schedule.optimizer for schedule in schedules)
         self.names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
-        sparse = sparse_weights(module.modules())
-        for optimizer in self.optimizers:
-            require_complete_state(optimizer, self.names, sparse, device)
         self.optimizer = (
-            self.optimizers[0] if len(configs) == 1 else CombinedOptimizer(self.optimizers)
+            self.optimizers[0]
+            if len(schedules) == 1 and not is_combined
+            else CombinedOptimizer(self.optimizers)
         )
         self._guard = _StepGuard({id(optimizer) for optimizer in self.optimizers})
-        self._nested = [
-            nested for optimizer in self.optimizers for nested in find_nested(optimizer)
-        ]
+        self._nested = [one for optimizer in self.optimizers for one in find_nested(optimizer)]
         # Each rank steps some parameters, or pieces of them, so hooks would see only these.
         self.is_split = False
         self._shards = 0
         self._trained: set[torch.Tensor] = set()  # the parameters that may be cut as they are
-        self.schedules = [
-            LearningRateSchedule(config, optimizer)
-            for config, optimizer in zip(configs, self.optimizers, strict=True)
-        ]
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(self._guard)
         self.sharded: ShardedOptimizer | None = None
+
+    @classmethod
+    def make(
+        cls,
+        module: nn.Module,
+        configs: Sequence[OptimizerConfig],
+        average: AveragedModel | None,
+        device: torch.device,
+    ) -> Optimization:
+        """Make the optimizers and schedulers of a trainer, which steps them itself.
+
+        Args:
+            module: The model.
+            configs: The optimizers with their groups and schedulers.
+            average: The average of the weights; None: there is none.
+            device: The device of the parameters.
+        """
+        optimizers = make_optimizers(configs, module)
+        names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
+        sparse = sparse_weights(module.modules())
+        for optimizer in optimizers:
+            require_complete_state(optimizer, names, sparse, device)
+        schedules = map(LearningRateSchedule, configs, optimizers)
+        made = cls(module, list(schedules), average)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(made._guard)
+        return made
+
+    def add(self, schedule: LearningRateSchedule) -> None:
+        """Add an optimizer of the script."""
+        assert isinstance(self.optimizer, CombinedOptimizer)
+        self.schedules.append(schedule)
+        self.optimizers = (*self.optimizers, schedule.optimizer)
+        self.optimizer.members = self.optimizers
 
     @property
     def storage(self) -> str:
@@ -94,7 +126,9 @@ class Optimization:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first parameter group."""
+        """The learning rate of the first parameter group; NaN without optimizers."""
+        if not self.optimizers:
+            return math.nan
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def get_only_schedule(self, name: str) -> LearningRateSchedule:
@@ -209,7 +243,9 @@ class Optimization:
     def tensors(self) -> dict[str, Any]:
         """Return the optimizer's tensors by name, such as "conv.weight/exp_avg"."""
         states = self.optimizer.state if self.sharded is None else self.sharded.states()
-        return name_optimizer_tensors({self.names[p]: state for p, state in states.items()})
+        # An optimizer of the script may have parameters of other models, too.
+        own = {self.names[p]: state for p, state in states.items() if p in self.names}
+        return name_optimizer_tensors(own)
 
     def local_state(self) -> dict[str, Any]:
         """Return the state of this rank's parameters, by names such as "conv.weight/exp_avg".

@@ -190,7 +190,7 @@ class SafePoints(StepHook):
             return error
         finally:
             checkpoints.close()
-            checkpoints.report(self._history)
+            checkpoints.report(self._history, is_last=True)
         return None
 
     def report_saved(self) -> None:
