@@ -236,14 +236,19 @@ class ShardedGradients:
         """Empty `.grad` of every parameter, and discard the accumulated gradients."""
         self._sums.nodes.clear()
         if self._is_open:  # an exception may have left torch in the middle of a pass
-            root: Any = self._module
-            root.reset_iter_state()
+            self._reset_pass()
         self._is_open, self.failure = False, ""
         self._hashes.clear()
         for _, parameter in self._parameters:
             parameter.grad = None
         for unit in self._units:
             unit.end_microbatch()
+
+    def _reset_pass(self) -> None:
+        """Let torch forget an unfinished pass."""
+        root: Any = self._module
+        if root._get_fsdp_state()._is_root is not None:  # otherwise the model was never called
+            root.reset_iter_state()
 
     def reshard(self) -> None:
         """Free the parameters that are gathered, so that the next call gathers their new values.
@@ -338,8 +343,7 @@ class ShardedGradients:
 
     def discard(self) -> None:
         """Forget a micro-batch that was computed again, also if an exception ended it."""
-        root: Any = self._module
-        root.reset_iter_state()
+        self._reset_pass()
         for unit in self._units:
             unit.end_microbatch()
             unit.find_switched()

@@ -236,8 +236,6 @@ class ScriptSteps:
             self._wrapper.require_forward_param_sync = False
             # Otherwise it would connect all outputs, and the graph of a loss would contain others.
             self._wrapper.find_unused_parameters = False
-            # Otherwise it would connect all outputs, and the graph of a loss would contain others.
-            self._wrapper.find_unused_parameters = False
             if self._wrapper.static_graph:
                 self._wrapper._static_graph_delay_allreduce_enqueued = True
 
