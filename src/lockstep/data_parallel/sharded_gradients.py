@@ -176,6 +176,7 @@ class ShardedGradients:
             raise UsageError(failure)
         self._parameters, self._module = list(parameters), module
         self._is_open, self.failure = False, ""
+        self._is_computing = False
         self.is_observed, self._hashes = False, dict[int, int]()
         self.mesh = find_mesh(module)
         sharded: Any = parameters[0][1]  # all have the same mesh
@@ -259,6 +260,24 @@ class ShardedGradients:
         for unit in self._units:
             unit.reshard()
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Free the parameters that are gathered; return the context of a step's micro-batches.
+
+        In the body, backward follows a call of the model with gradients, and needs what it has
+        gathered. A call outside of it leaves nothing: `module.parameters()` are the shards.
+        """
+        self.reshard()
+        return self._computing()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._is_computing = True
+        try:
+            yield
+        finally:
+            self._is_computing = False
+            self.reshard()
+
     def _begin_call(self, _module: nn.Module, _inputs: Any) -> None:
         """Free what an earlier call of the model has left, before the parameters are gathered."""
         if not is_in_backward():  # which computes activations again, with the same parameters
@@ -266,9 +285,9 @@ class ShardedGradients:
 
     def _end_call(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
         """Note the outputs of the model that get a gradient."""
-        if torch.is_grad_enabled():
+        if self._is_computing and torch.is_grad_enabled():
             self._roots = []
-        else:
+        elif not is_in_backward():
             self.reshard()
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
