@@ -330,9 +330,14 @@ class Exact(Services):
             UsageError: A step has begun and is not complete.
         """
         self._require_settled("state_dict()")
-        epoch, batch = self._start if self._flat is None else self._flat.next_position
+        epoch, batch = self._next_position
         position = {"step": self.steps, "epoch": epoch, "batch": batch, **self._settings}
         return super().state_dict() | position if self._has_optimizers else position
+
+    @property
+    def _next_position(self) -> tuple[int, int]:
+        """The epoch and the batch after the last complete step of a flat loop."""
+        return self._start if self._flat is None else self._flat.next_position
 
     @property
     def _has_optimizers(self) -> bool:
