@@ -206,7 +206,7 @@ class Exact(Services):
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         about = f"clipping in step {self.steps - 1}"
         norm = self._clip(gradients, max_norm, about)
-        steps.note_clipped()
+        steps.note_gradients()
         return norm
 
     # --- a loop over micro-batches ------------------------------------------------------------

@@ -180,7 +180,7 @@ def exact(
         update,
         weights,
         setup.executor.parameters,
-        gradients,
+        gradients.sample if isinstance(gradients, ShardedGradients) else None,
         given.wrapper,
         partial(_follow, optimization, bool(config) or membership() is not None),
     )
