@@ -191,16 +191,21 @@ class ExactStrategy(DDPStrategy):
         """Return an iterable of this rank's micro-batches, or of its part of an evaluation."""
         trainer = self.lightning_module.trainer
         is_training = trainer.training and trainer.state.fn == TrainerFn.FITTING
-        if not (is_training or self.divide_evaluation):
-            return dataloader
         if not isinstance(dataloader, DataLoader):
+            if not (is_training or self.divide_evaluation):
+                return dataloader
             raise UsageError(
                 "ExactStrategy divides torch's DataLoaders among the ranks, and got a "
                 f"{type(dataloader).__name__}: pass a DataLoader"
             )
         if not is_training:
             return EvaluationLoader(
-                "ExactStrategy", dataloader, self.seed, self.root_device, is_contiguous=True
+                "ExactStrategy",
+                dataloader,
+                self.seed,
+                self.root_device,
+                is_contiguous=True,
+                is_divided=self.divide_evaluation,
             )
         sampler = getattr(dataloader.batch_sampler, "sampler", None)
         # As Lightning's own distributed sampler, which replaces these two.
