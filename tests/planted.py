@@ -36,7 +36,7 @@ inputs, targets = torch.rand(64, 6), torch.randint(0, 4, (64,))
 
 
 def is_here(microbatch=None):
-    place = trainer._executor.position()
+    place = trainer.engine.setup.executor.position()
     return trainer.steps == 4 and (microbatch is None or place == (microbatch, 0))
 
 

@@ -15,6 +15,7 @@ def failed(rank, message="assert 0 == 1", where="test_it.py:5", time=1.0, kind="
         "where": where,
         "traceback": "",
         "plain": False,
+        "code": "",
         "report": {"of": rank},
         "class": "ab",
     }

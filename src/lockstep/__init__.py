@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lockstep.pipeline.partitioner import PipelineConfig as PipelineConfig
     from lockstep.record import loggers as loggers
     from lockstep.tools.remote.driver import Driver as Driver
-    from lockstep.training.exact import exact as exact
+    from lockstep.training.exact_setup import exact as exact
     from lockstep.training.optimizer_config import OptimizerConfig as OptimizerConfig
     from lockstep.training.trainer import Trainer as Trainer
     from lockstep.training.weights_file import load_weights as load_weights
@@ -51,7 +51,7 @@ PUBLIC = {
     "shutdown": "launcher.world",
     "partition": "data.dataset_partition",
     "empty_shared": "comm.shared_memory",
-    "exact": "training.exact",
+    "exact": "training.exact_setup",
     "Trainer": "training.trainer",
     "OptimizerConfig": "training.optimizer_config",
     "PipelineConfig": "pipeline.partitioner",

@@ -127,7 +127,7 @@ def _run(command: click.Command) -> int:
         if conflict := find_conflict():
             raise UsageError(conflict)
         check_working_directory()
-        status = command.main(standalone_mode=False)
+        status = _call(command)
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             raise
@@ -143,6 +143,15 @@ def _run(command: click.Command) -> int:
         log(str(error))
         return error.exit_status
     return status if isinstance(status, int) else 0  # of --help, for example
+
+
+def _call(command: click.Command) -> object:
+    """Call a command; raise UsageError if its working directory is deleted meanwhile."""
+    try:
+        return command.main(standalone_mode=False)
+    except FileNotFoundError:
+        check_working_directory()
+        raise
 
 
 def _explain_lost_stream(error: OSError) -> int:

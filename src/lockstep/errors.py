@@ -16,7 +16,8 @@ LockstepError                     the message says who, what, where, and what to
     ├── BufferMismatchError       a buffer whose results cannot be merged
     ├── StateError                a step wrote parameters or drew from private generators
     ├── StoppedError              another rank of a pipeline failed and reported it
-    └── LostError                 another rank of a pipeline cannot be reached
+    └── CommunicationError        a collective call or message failed
+        └── LostError             another rank is gone, or cannot be reached
 """
 
 from lockstep.kernel.errors import *  # noqa: F403

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from lockstep.kernel.errors import UsageError
 __all__ = [
     "format_bytes",
     "format_count",
+    "format_digest",
     "format_duration",
     "format_loss",
     "format_metric",
@@ -24,6 +26,8 @@ __all__ = [
     "parse_size",
     "parse_sizes",
 ]
+
+NO_STATE = hashlib.sha256().hexdigest()  # the digest of a state without tensors
 
 # Metrics between 0 and 1, shown as percentages.
 RATIOS = ("accuracy", "precision", "recall", "f1", "auc", "error")
@@ -44,6 +48,11 @@ def format_duration(seconds: float) -> str:
     if days:
         return f"{days} d {hours} h"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def format_digest(digest: str) -> str:
+    """Format the digest of an optimizer's state: "no state" if it has no tensors."""
+    return "no state" if digest == NO_STATE else digest
 
 
 def format_number(value: float) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from lockstep.kernel.errors import LostError
+
 __all__ = [
     "find_shard",
     "gather",
@@ -63,7 +65,7 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     try:
         whole: torch.Tensor = sharded.full_tensor()
     except torch.distributed.DistBackendError as error:
-        if str(error).endswith("has left the group"):
+        if isinstance(error, LostError) and error.observed == "left":
             needed = "sharded weights are gathered from all ranks: make this call on every rank"
             error.args = (f"{error}; {needed}",)
         raise

@@ -136,7 +136,7 @@ def train_audited_only(name, kind="step"):
         pipeline = ls.PipelineConfig(stages=2, balance=[1, 1])
     sgd, options = partial(torch.optim.SGD, lr=0.1), {"microbatches": 4, "loggers": []}
     trainer = ls.Trainer(model, loss, sgd, pipeline=pipeline, **options)
-    step = trainer._steps._optimizer_step
+    step = trainer._steps.optimizer_step
     audit = Audit if kind == "step" else CallAuditHook
     step.hooks = [hook for hook in step.hooks if isinstance(hook, audit)]
     assert len(step.hooks) == 1

@@ -249,12 +249,114 @@ def test_a_rank_that_is_always_wrong_ends_the_run_before_the_step(ranks):
     for said, _ in found:
         assert re.match(
             r"WorkError: step 0, micro-batch 1: rank 1 \(host .*, core \d+\) computed wrong "
-            r"results, again and again in Linear \(aten.addmm\)\. Its other results of this step ",
+            r"results, again and again, first in aten.addmm of Linear \(test_audit_hook.py:\d+ in "
+            r"train\)\. Its other results of this step ",
             said,
         )
     (finding,) = found[0][1]
     assert (finding["rank"], finding["operator"]) == (1, "aten.addmm")
     assert (finding["corrected"], finding["count"]) == (False, 1)
+
+
+class Drawing(nn.Module):
+    """Calls an operator that may draw random numbers."""
+
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(6, 6), act
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.act(self.linear(inputs))
+
+
+def attend(values: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+    heads = values.reshape(1, 1, *values.shape)
+    attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout)
+    return attended[0, 0]
+
+
+def attend_and_drop(values: torch.Tensor) -> torch.Tensor:
+    return attend(values, dropout=0.5)
+
+
+def drop(values: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(values, 0.5)
+
+
+def rectify(values: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rrelu(values)
+
+
+def rectify_at_random(values: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rrelu(values, training=True)
+
+
+def choose(values: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gumbel_softmax(values)
+
+
+def add_noise(values: torch.Tensor) -> torch.Tensor:
+    return values + torch.randn_like(values)
+
+
+DRAWING: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]] = [
+    ("_scaled_dot_product_flash_attention_for_cpu", attend, {}),
+    ("bernoulli_.float", attend_and_drop, {"above": 0.5}),
+    ("bernoulli_.float", drop, {}),
+    ("rrelu_with_noise", rectify, {}),
+    ("rrelu_with_noise", rectify_at_random, {}),
+    ("exponential_", choose, {}),
+    ("randn_like", add_noise, {}),
+]
+"""Operators that may draw; attention without dropout and RReLU in evaluation mode do not."""
+
+
+def fault_in_each_drawing_operator() -> list[tuple[str, list[Any]]]:
+    from bit_flips import FaultyOperator
+
+    found = []
+    for operator, act, chosen in DRAWING:
+        lines = FindingLogger()
+        loggers = [lines] if ls.rank() == 0 else ()
+        trainer = make_trainer(partial(Drawing, act), loggers=loggers)
+        with (
+            FaultyOperator(operator, rank=1, **chosen),
+            pytest.raises(LockstepError) as caught,
+        ):
+            trainer.step(make_batches(1)[0])
+        found.append((f"{caught.type.__name__}: {caught.value}", lines.findings))
+    return found
+
+
+def test_a_rank_that_computes_an_operator_wrong_that_may_draw_is_named(ranks):
+    found = ranks(fault_in_each_drawing_operator, 3)
+    assert all([said for said, _ in of_rank] == [said for said, _ in found[0]] for of_rank in found)
+    for (operator, act, _), (said, findings) in zip(DRAWING, found[0], strict=True):
+        place = r"WorkError: step 0, micro-batch 1: rank 1 \(host .*, core \d+\) computed wrong "
+        where = rf"results, again and again, first in aten\.{operator} of Drawing"
+        assert re.match(place + where, said), (act.__name__, said)
+        (finding,) = findings
+        named = finding["rank"], finding["operator"], finding["corrected"]
+        assert named == (1, f"aten.{operator}", False)
+
+
+class OfOneRank(nn.Linear):
+    """Computes with a number that one rank makes otherwise."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * torch.tensor(2.0 if ls.rank() == 1 else 1.0)
+
+
+def train_with_a_number_of_one_rank() -> str:
+    with pytest.raises(LockstepError) as caught:
+        train(partial(OfOneRank, 6, 6))
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_number_that_one_rank_makes_otherwise_is_no_fault_of_its_processor(ranks):
+    for said in ranks(train_with_a_number_of_one_rank, 3):
+        assert said.startswith("StateError: rank 0, step 0, micro-batch 1: "), said
+        assert "The bits of the training would depend on which rank" in said
 
 
 def test_too_many_faults_of_a_rank_end_the_run(ranks):

@@ -386,3 +386,31 @@ def test_a_permanent_fault_ends_the_training_before_the_step(ranks, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_permanent_faults(ranks, name, kind):
     check_permanent_fault(ranks, name, kind)
+
+
+def train_on_cores_that_are_all_wrong(name: str) -> tuple[Any, str, list[Any]]:
+    from bit_flips import FaultyOperator
+
+    training = Training(name, **EVERY)
+    first, second = make_batches(2)
+    training.take(first)
+    with FaultyOperator("addmm", rank=1, seed=5), pytest.raises(LockstepError) as raised:
+        training.take(second)
+    said = f"{raised.type.__name__}: {raised.value}"
+    return training.digest(), said, training.findings.findings
+
+
+@pytest.mark.parametrize("name", ["manual", "exact", "1f1b"])
+def test_a_rank_that_is_wrong_at_random_on_all_its_cores_is_named(ranks, name):
+    (expected,) = ranks(partial(undisturbed, name, 1), 1)
+    found = ranks(partial(train_on_cores_that_are_all_wrong, name), LAYOUTS[name].ranks)
+    for digest, said, _ in found:
+        assert digest == expected
+        place = r"WorkError: step 1, micro-batch \d: rank 1 \(host [^,]*, cores? \d+( and \d+)?\) "
+        assert re.match(place + "computed different results from the same inputs", said), said
+        assert "first in aten.addmm" in said, said
+    findings = [finding for _, _, of_rank in found for finding in of_rank]
+    (finding,) = findings
+    named = finding["step"], finding["rank"], finding["core"], finding["corrected"]
+    assert named == (1, 1, -1, False)
+    assert finding["operator"] == "aten.addmm"

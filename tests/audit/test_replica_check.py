@@ -39,17 +39,19 @@ def spoil(trainer: Any, what: str) -> None:
         flip_bit(model[1].running_mean, element=3)
     elif what == "optimizer state":
         flip_bit(trainer.optimizer.state[model[0].weight]["momentum_buffer"], element=9)
+    elif what == "average":
+        flip_bit(trainer.ema_model[0].weight, element=7)
     elif what == "whole tensor":
         model[0].weight.data.add_(1)
 
 
-def train(what: str) -> tuple[str, str, list[Any]]:
+def train(what: str, storage: Any = "replicated") -> tuple[str, str, list[Any]]:
     torch.manual_seed(0)
     lines = FindingLogger()
     trainer = ls.Trainer(
         nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.MSELoss(),
         partial(torch.optim.SGD, lr=0.1, momentum=0.9), microbatches=3,
-        loggers=[lines] if ls.rank() == 0 else (), progress=False,
+        loggers=[lines] if ls.rank() == 0 else (), progress=False, storage=storage, ema_decay=0.5,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     for step in range(3):
@@ -60,12 +62,23 @@ def train(what: str) -> tuple[str, str, list[Any]]:
             trainer.step((inputs, inputs))
         except DisagreementError as error:
             return str(error), "", []
-    return trainer.digest(), trainer.optimizer_digest(), lines.findings
+    average = ls.digest(trainer.ema_model)
+    return trainer.digest() + average, trainer.optimizer_digest(), lines.findings
 
 
-@pytest.mark.parametrize("what", ["parameter", "buffer", "optimizer state"])
-def test_a_bit_that_flips_in_memory_is_restored_before_a_step_uses_it(ranks, what):
-    found = ranks(train, 3, what)
+@pytest.mark.parametrize(
+    ("what", "storage"),
+    [
+        ("parameter", "replicated"),
+        ("buffer", "replicated"),
+        ("optimizer state", "replicated"),
+        ("average", "replicated"),
+        ("buffer", "shared"),  # of the rest all ranks have one copy
+        ("average", "shared"),
+    ],
+)
+def test_a_bit_that_flips_in_memory_is_restored_before_a_step_uses_it(ranks, what, storage):
+    found = ranks(train, 3, what, storage)
     assert {each[:2] for each in found} == {ranks(train, 1, "nothing")[0][:2]}
     (finding,) = found[0][2]
     assert (finding["step"], finding["rank"], finding["microbatch"]) == (2, 1, None)

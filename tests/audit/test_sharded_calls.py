@@ -71,10 +71,10 @@ def train_exactly(network: nn.Module, compute: Callable[..., Any], audit: bool) 
         for turn in range(MICROBATCHES // ls.world_size()):
             number = turn * ls.world_size() + ls.rank()
             own = slice(5 * number, 5 * number + 5)
+            exact.begin()
             exact.weigh(compute(network, inputs[own], targets[own])).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert not exact._model.gradients.is_observed  # later steps hash no gradients
     return ls.digest(network)
 
 

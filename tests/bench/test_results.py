@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.tools.bench.results import Measurement, record, rows
+from lockstep.tools.bench.results import COLUMNS, Measurement, list_errors, record, rows
 
 
 def result(name, times, **more):
@@ -16,15 +16,23 @@ SECOND = result("gloo", [800.0, 1000.0, 1200.0], wrong=7)
 
 
 def test_only_the_first_row_of_a_size_names_it():
-    first, second = rows([FIRST, SECOND])
-    assert first.split()[:5] == ["1048576", "262144", "float32", "SUM", "lockstep"]
-    assert second.split() == ["gloo", "1000.0", "840.0", "1160.0", "1.049", "1.573", "7", "10"]
+    first, second = (dict(zip(COLUMNS, row, strict=True)) for row in rows([FIRST, SECOND]))
+    named = [first[column] for column in ("size (B)", "count", "type", "redop", "backend")]
+    assert named == ["1048576", "262144", "float32", "SUM", "lockstep"]
+    assert second == {
+        "size (B)": "", "backend": "gloo", "median (us)": "1000.0", "p10 (us)": "840.0",
+        "p90 (us)": "1160.0", "busbw (GB/s)": "1.573", "ratio": "10", "wrong": "7",
+        "algbw (GB/s)": "1.049", "count": "", "type": "", "redop": "",
+    }  # fmt: skip
 
 
-def test_error_is_shown_in_the_table():
+def test_what_could_not_be_measured_has_no_numbers_and_a_sentence():
     unable = result("mpi", [], error="MPI has no AVG")
-    assert rows([FIRST, unable])[1].split(maxsplit=1) == ["mpi", "error: MPI has no AVG"]
-    assert rows([unable, FIRST])[1].endswith("-")
+    assert set(rows([FIRST, unable])[1]) == {"mpi", "-", ""}
+    assert rows([unable, FIRST])[1][COLUMNS.index("ratio")] == "-"
+    assert list_errors([FIRST, unable]) == [
+        "mpi could not be measured with 1048576 bytes: MPI has no AVG"
+    ]
 
 
 def test_json_record():

@@ -49,9 +49,11 @@ def test_a_run_passes_only_with_all_kills_and_the_same_bits(tmp_path, fields):
     baseline = read_baseline(records.write(tmp_path / "whole", records.whole()), 2.0)
     values = {
         "baseline": baseline, "folder": tmp_path / "b", "digest": baseline.digest, "planned": 1,
-        "kills": [Kill(1, 1, 6)], "seconds_lost": [0.25, 0.5], "rounds": 2, "seconds": 3.0,
+        "kills": [Kill(1, 1, 6)], "seconds_lost": [0.25, 0.5], "repeated": 3, "rounds": 2,
+        "seconds": 3.0,
     }  # fmt: skip
     assert ChaosResult(**values).is_passed
     assert not ChaosResult(**values | fields).is_passed
     plain = ChaosResult(**values).plain()
+    assert plain["repeated_microbatches"] == 3
     assert (plain["median_seconds_lost"], plain["max_seconds_lost"]) == (0.375, 0.5)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from lockstep.checkpoint.stop_request import StoppedOnRequest, StopRequest
-from lockstep.launcher.failure_attribution import STOPPED
+from lockstep.launcher.failure_codes import STOPPED
 
 
 @pytest.fixture

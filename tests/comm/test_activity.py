@@ -94,6 +94,18 @@ def test_a_page_that_changes_while_it_is_copied_is_copied_again():
     assert not copies
 
 
+def test_a_wait_says_for_whom_it_is(page):
+    native = native_module.load_native()
+    for given, awaited in (((), None), ((activity.ALL_OTHERS,), activity.ALL_OTHERS), ((3,), 3)):
+        native.begin_wait("a call", *given)
+        try:
+            found = activity.read_activity(page)
+        finally:
+            native.end_wait()
+        assert (found.wait, found.awaited) == ("a call", awaited)
+    assert activity.read_activity(page).awaited is None
+
+
 def test_a_call_that_is_being_written_does_not_count():
     page = bytearray(PAGE_BYTES)
     for sequence, call in ((2, "recv from rank 1 (4 elements)"), (3, "")):

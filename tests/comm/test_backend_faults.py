@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from lockstep.comm import backend
+from lockstep.comm.hosts import connections
 from lockstep.kernel.errors import RankError
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
@@ -32,6 +34,13 @@ def error_of(call) -> str:
     except (RuntimeError, ValueError) as error:
         return f"{time.monotonic() - begun:.3f} {error}"
     return ""
+
+
+def sparse() -> torch.Tensor:
+    """Return a tensor that shared memory does not carry: calls with it are Gloo's."""
+    return torch.sparse_coo_tensor(
+        torch.tensor([[1, 3]]), torch.ones(2, 3), (4, 3), check_invariants=True
+    )
 
 
 # ---- death and silence ----
@@ -64,6 +73,7 @@ def die_while_others_wait(operation: str) -> str:
         "group": lambda: dist.all_reduce(tensor, group=group if rank == 0 else None),
         "exit": lambda: dist.broadcast(tensor, 2),
         "later": lambda: dist.all_reduce(tensor),
+        "sparse": lambda: dist.all_reduce(sparse()),
     }
     assert n == 3
     told = error_of(calls[operation])
@@ -76,7 +86,7 @@ def die_while_others_wait(operation: str) -> str:
     "operation",
     [
         "all_reduce", "large", "async", "recv", "any", "send", "future", "barrier", "all_gather",
-        "all_to_all", "group", "exit", "later",
+        "all_to_all", "group", "exit", "later", "sparse",
     ],
 )  # fmt: skip
 def test_a_dead_rank_is_named_by_all_within_a_second(ranks, operation, tmp_path, monkeypatch):
@@ -220,6 +230,76 @@ def test_a_rank_that_joins_twice_is_named_to_all_at_once():
     assert len(told) == 3
 
 
+# ---- failures in Gloo, after all ranks have arrived at the call ----
+
+
+def fail_in_gloo(moment: str, notes: str) -> None:
+    """Have rank 2 die, or stay away, before or after it has connected to the others."""
+    rank, store = dist.get_rank(), c10d._get_default_store()
+    connect = connections.connect_on_host
+
+    def connect_or_fail(*arguments):
+        if moment == "connected":
+            made = connect(*arguments)
+        if moment != "late":
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.wait(["told"], timedelta(seconds=60))
+        return made if moment == "connected" else connect(*arguments)
+
+    if rank == 2:
+        connections.connect_on_host = connect_or_fail
+    told = error_of(lambda: dist.all_reduce(sparse()))
+    again = error_of(lambda: dist.all_reduce(torch.ones(3)))
+    Path(notes, str(rank)).write_text(f"{told}\n{again}")
+    store.set("told", "yes")
+
+
+@pytest.mark.parametrize("moment", ["connecting", "connected"])
+def test_a_rank_that_dies_in_a_call_of_gloo_is_named_by_all(ranks, moment, tmp_path):
+    with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
+        ranks(fail_in_gloo, 3, moment, str(tmp_path), timeout=3.0, deadline=60.0, **on_lockstep)
+    for rank in (0, 1):
+        for told in (tmp_path / str(rank)).read_text().splitlines():
+            assert f"rank {rank}: all_reduce #" in told
+            assert "on group default failed: rank 2 died (process " in told
+
+
+def test_a_failure_of_gloo_is_stated_by_all_ranks(ranks, tmp_path):
+    ranks(fail_in_gloo, 3, "late", str(tmp_path), timeout=3.0, deadline=60.0, **on_lockstep)
+    causes = set()
+    for rank in range(3):
+        for told in (tmp_path / str(rank)).read_text().splitlines():
+            head, _, cause = told.partition(" on group default failed: ")
+            assert f"rank {rank}: all_reduce #" in head
+            causes.add(cause)
+    [cause] = causes
+    assert " failed in Gloo: " in cause
+
+
+def use_gloo_in_many_groups() -> list[list[int]]:
+    """Add sparse tensors in groups that exist at once, and in a new one after the other."""
+    rank, found = dist.get_rank(), []
+    groups = [dist.new_group(members) for members in ([2, 0], [0, 1, 2], [1])]
+    for members, group in zip(([2, 0], [0, 1, 2], [1]), groups, strict=True):
+        if rank in members:
+            tensor = sparse()
+            dist.all_reduce(tensor, group=group)
+            found.append([len(members), int(tensor.to_dense()[3, 0])])
+    for _ in range(3):
+        group = dist.new_group()
+        tensor = sparse()
+        dist.all_reduce(tensor, group=group)
+        dist.destroy_process_group(group)
+        found.append([3, int(tensor.to_dense()[1, 2])])
+    return found
+
+
+def test_each_group_connects_over_gloo_by_itself(ranks):
+    for found in ranks(use_gloo_in_many_groups, 3, **on_lockstep):
+        assert len(found) >= 5
+        assert all(size == total for size, total in found)
+
+
 # ---- disagreement ----
 
 
@@ -230,6 +310,7 @@ def disagree(kind: str) -> str:
         "operation": (lambda: dist.all_reduce(tensor), lambda: dist.broadcast(tensor, 0)),
         "size": (lambda: dist.all_reduce(tensor), lambda: dist.all_reduce(tensor[:3])),
         "dtype": (lambda: dist.all_reduce(tensor), lambda: dist.all_reduce(tensor.double())),
+        "layout": (lambda: dist.all_reduce(tensor), lambda: dist.all_reduce(sparse()[:, 0])),
         "reduction": (
             lambda: dist.all_reduce(tensor),
             lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX),
@@ -249,7 +330,7 @@ def disagree(kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["operation", "size", "dtype", "reduction", "root", "parts", "buffer"]
+    "kind", ["operation", "size", "dtype", "layout", "reduction", "root", "parts", "buffer"]
 )
 def test_ranks_that_disagree_learn_both_sides_at_once(ranks, kind):
     for rank, told in enumerate(ranks(disagree, 2, kind, **on_lockstep)):

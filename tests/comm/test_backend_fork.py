@@ -179,10 +179,10 @@ def test_a_forked_child_is_refused_in_every_operation_and_the_ranks_go_on(ranks)
     assert found["sums"] == other["sums"] == [3.0, 3.0]
     for name, told in found["told"].items():
         assert f"is a fork of process {found['pid']}" in told, (name, told)
-        assert told.startswith(("DistBackendError ", "RuntimeError ", "WorkError ")), (name, told)
+        assert told.startswith(("BackendError ", "RuntimeError ", "WorkError ")), (name, told)
         assert "\n" not in told, (name, told)
     sentence = found["told"]["backend.allreduce"]
-    assert "DistBackendError rank 0: process " in sentence
+    assert "BackendError rank 0: process " in sentence
     assert f"cannot use the group: make this call in process {found['pid']}" in sentence
     assert "cannot create process groups" in found["told"]["new_group"]
     # No method is forgotten: a new one must be refused, or be listed as local.
@@ -221,7 +221,7 @@ def test_a_forked_child_of_a_rank_across_hosts_is_refused_too():
     assert found["sum"] == other["sum"] == 2.0
     assert len(found["told"]) == 6
     for name, told in found["told"].items():
-        assert told.startswith("DistBackendError rank 0: process "), (name, told)
+        assert told.startswith("BackendError rank 0: process "), (name, told)
         assert f"is a fork of process {found['pid']}, which joined group default" in told
         assert f"cannot use the group: make this call in process {found['pid']}" in told
         assert "\n" not in told, (name, told)

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import warnings
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -70,6 +71,16 @@ def test_memory_of_large_tensors_stays_bounded_on_every_rank(ranks):
     for found in ranks(add_large_ones, 2, 10, size, **on_lockstep):
         assert max(found) > size  # the measure sees them
         assert max(found) < 3 * size  # my own, the other rank's, and the group
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
+def test_a_buffer_of_the_backend_has_the_dtype_that_is_asked_for(dtype):
+    cpu = torch.device("cpu")
+    native = backend.load_native().create(
+        dist.HashStore(), 0, 1, timedelta(seconds=20), "alone", [0]
+    )
+    buffer = native.allocate_tensor(5, dtype=dtype, device=cpu)
+    assert (buffer.dtype, buffer.shape, is_shared(buffer)) == (dtype, (5,), True)
 
 
 TOO_LARGE = [(1 << 31, 1 << 31), (1 << 62, 4), (0, 1 << 62, 1 << 62)]

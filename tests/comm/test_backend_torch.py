@@ -97,6 +97,57 @@ def communication_hooks() -> dict[str, list[torch.Tensor]]:
 
 
 @program
+def sparse_embedding() -> list[list[torch.Tensor]]:
+    """Train an embedding with sparse gradients; the ranks use one row in common."""
+    found = []
+    for factory in (torch.optim.SGD, torch.optim.SparseAdam):
+        torch.manual_seed(3)
+        wrapped = nn.parallel.DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
+        optimizer = factory(wrapped.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            wrapped(torch.tensor([dist.get_rank(), step, 9, 9])).square().sum().backward()
+            optimizer.step()
+        gradient = wrapped.module.weight.grad
+        assert gradient.is_coalesced()
+        found.append([wrapped.module.weight.detach(), gradient.indices(), gradient.values()])
+    return found
+
+
+class Rotation(nn.Module):
+    """A layer with a complex parameter, beside a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = nn.Linear(64, 6)
+        self.factor = nn.Parameter(torch.randn(6, 5, dtype=torch.complex64))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return (self.real(given).to(torch.complex64) @ self.factor).abs()
+
+
+@program
+def complex_parameters() -> list[Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    is_native, found = dist.get_backend() == "lockstep", []
+
+    def hook(state, bucket):  # torch reads annotations, which are strings here
+        state.append(is_shared(bucket.buffer()) == is_native)
+        return allreduce_hook(None, bucket)
+
+    for has_views in (False, True):
+        torch.manual_seed(3)
+        wrapped = nn.parallel.DistributedDataParallel(Rotation(), gradient_as_bucket_view=has_views)
+        noted: list[bool] = []
+        wrapped.register_comm_hook(noted, hook)
+        values = trained(wrapped, sgd(wrapped))
+        gradient = wrapped.module.factor.grad
+        found.append([values, gradient.dtype == torch.complex64, gradient, all(noted)])
+    return found
+
+
+@program
 def profile() -> list[str]:
     """Return what a profiler shows of the backend, by its operation."""
     with torch.profiler.profile(acc_events=True) as profiler:

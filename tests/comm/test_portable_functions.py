@@ -1,6 +1,7 @@
 """Elementwise functions whose bits depend on no processor: results, forms and restored kernels."""
 
 import math
+import warnings
 
 import numpy
 import pytest
@@ -71,6 +72,41 @@ def test_functions_are_accurate(name, dtype):
         other = function(given, out=torch.empty(given.shape, dtype=dtype))
         assert torch.equal(other.nan_to_num(), result.nan_to_num())
         assert result.shape == given.shape
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results_have_the_layout_and_the_type_that_torch_gives_them(name):
+    function = getattr(torch, name)
+    last = inputs(torch.float32, 2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    crossed = inputs(torch.float32, 8, 6).T[:, ::2]  # neither dense nor in order
+    kinds = [torch.empty(0), torch.empty(3, 3), torch.empty(0, dtype=torch.float64)]
+
+    def compute():
+        found = []
+        for given in (last, crossed, torch.arange(2)):
+            found.append(function(given))
+            for out in kinds:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "An output with one or more elements was re")
+                    found.append(function(given, out=out.clone()))
+        return found
+
+    ours = compute()
+    use_portable_products(False)
+    for one, expected in zip(ours, compute(), strict=True):
+        assert (one.stride(), one.dtype) == (expected.stride(), expected.dtype)
+        assert torch.allclose(one, expected, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_result_of_another_type_has_the_same_bits(dtype):
+    """Otherwise MKL would compute it."""
+    x = inputs(dtype) * 100
+    wide = torch.empty(0, dtype=torch.float64)
+    assert torch.equal(torch.sqrt(x, out=wide), x.sqrt().double())
+    whole = torch.arange(1000)
+    assert torch.equal(whole**0.5, whole.float().sqrt())
+    assert torch.equal(torch.pow(whole, 0.5, out=torch.empty(0)), whole.float().sqrt())
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

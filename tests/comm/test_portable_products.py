@@ -280,6 +280,57 @@ def test_nan_and_infinity():
         assert torch.addmm(c, x, y).isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [3, 40])
+@pytest.mark.parametrize("beta", [0, 1, 0.5])
+def test_a_product_times_zero_is_read_where_torch_reads_it(dtype, size, beta):
+    """BLAS leaves it out, and torch's own loops let a NaN of an operand through."""
+    torch.manual_seed(0)
+    a, b, c = torch.randn(3, 2, size, size).to(dtype)
+    a[:, 0, 0], b[:, 1, 1] = torch.nan, torch.inf
+    factors = {"alpha": 0, "beta": beta}
+
+    def compute() -> list[torch.Tensor]:
+        c[0, 0] = -0.0
+        results = [torch.baddbmm(c, a, b, **factors), torch.addmm(c[0], a[0], b[0], **factors)]
+        results += [torch.addmm(c[0, 0], a[0], b[0], **factors), c[0].clone()]
+        results += [torch.addmv(c[0, 0], a[0], b[0, 0], **factors)]
+        results[-2].addmm_(a[0], b[0], **factors)
+        return results
+
+    ours = compute()
+    native_module.load_native().use_portable_kernels(False)
+    for one, expected in zip(ours, compute(), strict=True):
+        assert torch.equal(one.isnan(), expected.isnan())
+        assert torch.allclose(one.nan_to_num(), expected.nan_to_num(), rtol=1e-2, atol=1e-2)
+        if dtype != torch.bfloat16:
+            assert torch.equal(one.nan_to_num().signbit(), expected.nan_to_num().signbit())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("of_input", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("outputs", [1, 4])
+def test_convolutions_return_the_memory_formats_of_torch(dtype, of_input, of_weight, outputs):
+    torch.manual_seed(0)
+    images = torch.randn(2, 4, 6, 5, dtype=dtype).contiguous(memory_format=of_input)
+    weight = torch.randn(outputs, 4, 3, 2, dtype=dtype).contiguous(memory_format=of_weight)
+    images.requires_grad_()
+    weight.requires_grad_()
+
+    def compute() -> list[torch.Tensor]:
+        # `.grad` would get the format of its parameter.
+        result = torch.nn.functional.conv2d(images, weight, padding=1)
+        gradients = torch.autograd.grad(result.square().sum(), [images, weight])
+        return [result, *gradients]
+
+    ours = compute()
+    native_module.load_native().use_portable_kernels(False)
+    for one, expected in zip(ours, compute(), strict=True):
+        assert one.stride() == expected.stride()
+        assert torch.allclose(one, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_empty_products_and_wrong_arguments_are_those_of_torch():
     def run(function):
         try:

@@ -17,8 +17,6 @@ EXPLAINED = {
     "test_monitored_barrier_gloo_subgroup",
     # torch would read gloo's number of threads from what has gloo's name, and crash.
     "test_ddp_logging_data_cpu",
-    # Trainers gather sparse gradients; all_reduce of sparse tensors is gloo's alone.
-    "test_sparse_all_reduce_sum",
 }
 LEAST = 80  # tests that pass on gloo with torch 2.13: 90
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.tools.bench.measured_collectives import COLLECTIVES
 from lockstep.tools.bench.results import Measurement
 from lockstep.tools.commands import bench
+from lockstep.tools.report import terminal
 
 FIELDS = {"backend", "collective", "size_bytes", "dtype", "nprocs", "median_us", "p10_us", "p90_us",
           "algbw_gbps", "busbw_gbps", "wrong", "machine", "command"}  # fmt: skip
@@ -41,6 +43,21 @@ def test_a_measurement_from_flags_to_files(tmp_path):
         assert 0 < each["p10_us"] <= each["median_us"] <= each["p90_us"]
         assert (each["dtype"], each["op"]) == ("float32", "SUM")
     assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_row_fits_a_narrow_terminal(columns, monkeypatch):
+    monkeypatch.setattr(terminal, "terminal_width", lambda: columns)
+    done = run("all_reduce", "--backend", "gloo", "--sizes", "4,64M", "--seconds", "0.001")
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    table = [line for line in lines if line and not line.startswith("#")]
+    assert max(map(len, table)) <= columns
+    rows = [line.split() for line in table if line.lstrip().startswith(("4 ", "67108864 "))]
+    assert [row[1] for row in rows] == ["gloo", "gloo"]
+    names = re.split(r"  +", table[0].strip())
+    assert [len(row) for row in rows] == [len(names)] * 2
+    assert {"size (B)", "backend", "median (us)", "ratio"} <= set(names)
 
 
 def test_every_collective_is_a_command_with_its_description():
@@ -80,7 +97,7 @@ def result(**more):
 
 def test_wrong_results_raise():
     bench.check_results([result(times=[1.0])])
-    with pytest.raises(WorkError, match="wrong results of gloo"):
+    with pytest.raises(WorkError, match="wrong results of gloo: 1 wrong element in checked calls"):
         bench.check_results([result(times=[1.0], wrong=1)])
 
 

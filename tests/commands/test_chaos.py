@@ -32,7 +32,7 @@ with ls.Trainer(
 """
 KEYS = {
     "kills", "rounds", "digest", "baseline_digest", "equal", "median_seconds_lost",
-    "max_seconds_lost", "seconds", "baseline_seconds",
+    "max_seconds_lost", "seconds", "baseline_seconds", "repeated_microbatches",
 }  # fmt: skip
 
 
@@ -61,6 +61,7 @@ def test_ranks_are_killed_and_the_bits_stay(chaos, tmp_path):
     assert found["equal"] is True
     assert found["digest"] == found["baseline_digest"]
     assert found["rounds"] >= 2
+    assert found["repeated_microbatches"] == 0
     assert found["max_seconds_lost"] >= found["median_seconds_lost"] > 0
     run = read_run(tmp_path / found["run"])
     assert run.steps.step.tolist() == list(range(40))

@@ -505,6 +505,7 @@ model = DistributedDataParallel(net)
 exact, optimizer = ls.exact(model), sgd(model.parameters(), momentum=0.9)
 inputs = torch.randn(2, 6)
 while True:
+    exact.begin()
     exact.weigh(model(inputs).square().mean()).backward()
     if exact.is_complete:
         optimizer.step()

@@ -9,6 +9,7 @@ from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
 from lockstep.tools.report import doctor
 from lockstep.tools.report.checks import bad, good, note
+from lockstep.version import VERSION
 
 
 def invoke(*arguments):
@@ -30,13 +31,26 @@ def test_all_good(checks):
     done = invoke()
     assert done.exit_code == 0
     assert done.output.startswith(
+        f"lockstep {VERSION} doctor\n\n"
         "good  torch            2.13\n"
         "note  cores            2\n"
         "                       -> be patient\n"
-        "\nNo check failed.\n"
     )
-    assert "\nnote  cores: 2\n" in done.output
-    assert done.output.endswith("\n```\n")
+    assert done.output.endswith(
+        "\n\nNo check failed.\nTo report a problem, paste this output into an issue.\n"
+    )
+    assert done.output.count("2.13") == 1
+
+
+def test_the_lines_can_be_pasted(checks, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("HOME", "/home/ada")
+    checks(bad("python", "3.11 at /home/ada/python", "remove /home/ada/python"))
+    output = invoke().output
+    assert "OMP_NUM_THREADS=3" in output
+    assert "3.11 at ~/python" in output
+    assert "-> remove ~/python" in output
+    assert "/home/ada" not in output
 
 
 def test_a_bad_result_is_exit_status_1(checks):

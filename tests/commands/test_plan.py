@@ -114,7 +114,7 @@ def test_a_host_that_is_too_small(plan, monkeypatch):
 
 
 def test_a_script_that_ends_too_early(plan):
-    with pytest.raises(UsageError, match=r"let it take 3 steps or more"):
+    with pytest.raises(UsageError, match=r"had taken enough steps"):
         plan(TRAIN, "2")
 
 
@@ -125,11 +125,34 @@ def test_a_script_that_fails(plan):
 
 def test_a_loop_with_exact(plan):
     source = """
-model = nn.parallel.DistributedDataParallel(nn.Linear(3, 4))
-ls.exact(model, microbatches=2)
+model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+optimizer = optimizer(model.parameters())
+exact = ls.exact(model, optimizer, microbatches=4)
+data = torch.utils.data.TensorDataset(torch.randn(16, 3), torch.randint(0, 2, (16,)))
+for epoch in range(int(sys.argv[1])):
+    for batch in exact.batches(data, 16, epoch=epoch):
+        for inputs, targets in batch:
+            batch.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    print("epoch", epoch)
 """
-    with pytest.raises(UsageError, match=r"measures ls\.Trainer, and this script uses ls\.exact"):
-        plan(source, "3")
+    result = plan(source, "--ranks", "2", "--json", "1000000")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    measured = found["measured"]
+    assert measured["is_exact"]
+    assert measured["parameters"] == measured["gradients"] == 4 * (16 + 8 + 10)
+    assert 0 <= measured["optimizer"] - 2 * measured["gradients"] < 64
+    assert measured["leaves"] == 4
+    assert measured["outputs"] == [4 * 4 * 4, 4 * 4 * 4, 4 * 4 * 2]
+    assert found["choice"] == 'storage="replicated"'
+    start = "Start: lockstep run -n 2 train.py 1000000"
+    assert f"The loop of ls.exact fits as it is. {start}" in result.stderr
+    with pytest.raises(
+        UsageError, match=r"let ls\.Trainer, or the loop of ls\.exact, take 3 steps"
+    ):
+        plan(source, "2")
 
 
 def test_ranks_that_are_not_a_multiple_of_the_hosts(plan):

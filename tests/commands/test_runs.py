@@ -83,15 +83,17 @@ def test_the_command_that_resumes_a_stopped_run(tmp_path, recipe):
     assert found["done"]["resume_command"] is found["bare"]["resume_command"] is None
 
 
-@pytest.mark.parametrize("argument", ["--lr=0.1", "--password=hunter22"])
+@pytest.mark.parametrize("argument", ["--lr=0.1", "--password=hunter22", "damaged"])
 def test_a_script_that_was_launched_is_resumed_without_its_command(tmp_path, argument):
-    """Unless the command had a secret, which is not stored."""
+    """Unless the command had a secret, which is not stored, or its file is damaged."""
     lines = [*records.whole(recipe=None)[:-1], records.END | {"state": "stopped"}]
     folder = records.write(tmp_path / "night", lines)
     (folder / "checkpoints" / "step-10").mkdir(parents=True)
     write_description(folder, describe_launch("script", "train.py", [argument], 2, 1))
+    if argument == "damaged":
+        (folder / "launch.json").write_text("null")
     (found,) = json.loads(invoke(str(tmp_path), "--json").output)
     command = f"lockstep run --resume {folder}"
-    if "password" in argument:
+    if argument != "--lr=0.1":
         command = f"lockstep run -n 2 --resume {folder} SCRIPT"
     assert found["resume_command"] == command

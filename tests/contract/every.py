@@ -22,6 +22,7 @@ from contract import (
     plain,
     reduction,
     rounding,
+    sparse,
 )
 from contract.check import Ledger
 from contract.limits import GUARANTEE_TREE, LIMITS, SMALL_PIECES, THRESHOLDS
@@ -41,6 +42,7 @@ GROUPS: dict[str, Callable[..., None]] = {
     "scatter": movement.scatter,
     "all_to_all": movement.all_to_all,
     "barrier": movement.barrier,
+    "sparse": sparse.sparse,
     "lists": lists.lists,
     "messages": messages.messages,
     "groups": grouping.groups,

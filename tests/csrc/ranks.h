@@ -18,6 +18,24 @@ inline void run_barrier(lockstep::Group& group, std::chrono::milliseconds timeou
   lockstep::barrier(call);
 }
 
+// Returns the handle of a segment whose creator has ended.
+inline lockstep::SegmentHandle handle_of_dead_process() {
+  int ends[2];
+  CHECK(pipe(ends) == 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    const lockstep::Segment segment = lockstep::Segment::create("test", 4096, 4096);
+    const lockstep::SegmentHandle handle = segment.handle();
+    _exit(write(ends[1], &handle, sizeof handle) == sizeof handle ? 0 : 1);
+  }
+  lockstep::SegmentHandle handle;
+  CHECK(read(ends[0], &handle, sizeof handle) == sizeof handle);
+  CHECK(waitpid(child, nullptr, 0) == child);
+  close(ends[0]);
+  close(ends[1]);
+  return handle;
+}
+
 // Forks a process that is rank 1 of a group of two, runs `body` there and exits.
 inline pid_t fork_rank_one(const lockstep::SegmentHandle& handle,
                            const std::function<void(lockstep::Group&)>& body) {

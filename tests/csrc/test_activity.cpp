@@ -47,8 +47,10 @@ TEST(the_wait_of_the_main_thread_counts_and_else_the_oldest) {
   begin_wait("", since(20));  // for the other thread
   CHECK(std::string(page.wait().text) == "barrier, call 2");
   CHECK(page.wait().since_ns == 20 && page.wait().in_main_thread == 1);
-  begin_wait("recv from rank 1", since(30));
+  CHECK(page.wait().awaited == kNotSaid);
+  begin_wait("recv from rank 1", since(30), 1);
   CHECK(std::string(page.wait().text) == "recv from rank 1" && page.wait().since_ns == 30);
+  CHECK(page.wait().awaited == 1);
   end_wait();
   end_wait();
   CHECK(page.wait().since_ns == 10 && page.wait().in_main_thread == 0);

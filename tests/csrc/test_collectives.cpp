@@ -600,6 +600,29 @@ TEST(too_much_shared_memory_is_refused_on_every_rank) {
   });
 }
 
+TEST(shared_memory_of_a_rank_that_has_ended_is_the_loss_of_that_rank) {
+  if (!kMayFork) return;
+  const SegmentHandle handle = handle_of_dead_process();
+  on_ranks(2, [&](Group& group) {
+    CollectiveCall call(group, make_call_info(Op::share, 4096), kTestTimeout, false);
+    Loss loss = Loss::none;
+    try {
+      if (group.rank() == 1) {
+        share(call, 4096);
+      } else {  // as if it had been killed once it had published its handle, and had arrived
+        std::memset(call.own_slot(), 0, sizeof handle + kTextBytes);
+        std::memcpy(call.own_slot(), &handle, sizeof handle);
+        call.arrive();
+        call.sync();
+      }
+    } catch (const CommError& error) {
+      loss = error.failure.loss;
+      CHECK(error.failure.rank == 0);
+    }
+    CHECK(loss == Loss::unopened);
+  });
+}
+
 TEST(mismatched_calls_are_reported_on_every_rank) {
   on_ranks(3, [](Group& group) {
     std::vector<float> data(100, 1.f);

@@ -20,6 +20,7 @@ TEST(a_killed_rank_is_detected_within_a_second) {
   CHECK(Clock::now() - begun < std::chrono::seconds(1));
   CHECK(contains(text, "rank 1 died"));
   CHECK(contains(text, "barrier #2"));
+  CHECK(group->failure().loss == Loss::ended && group->failure().rank == 1);
   waitpid(child, nullptr, 0);
 }
 
@@ -39,6 +40,7 @@ TEST(a_rank_that_has_left_is_named) {
     run_barrier(group);
     if (group.rank() == 1) return group.leave();
     CHECK(contains(error_of([&] { run_barrier(group); }), "rank 1 has left the group"));
+    CHECK(group.failure().loss == Loss::left && group.failure().rank == 1);
   });
 }
 
@@ -47,7 +49,7 @@ TEST(a_rank_that_joins_twice_is_refused_on_every_rank) {
   auto other = Group::attach(1, 2, group->segment(), {});
   const std::string text = error_of([&] { Group::attach(1, 2, group->segment(), {}); });
   CHECK(contains(text, "rank 1 joined group default twice, as process"));
-  CHECK(group->is_aborted() && other->abort_reason() == text);
+  CHECK(group->is_aborted() && other->failure().reason == text);
 }
 
 TEST(a_rank_that_does_not_arrive_is_named_after_the_timeout) {

@@ -1,6 +1,7 @@
 // Memory: segments and the processes that may attach them, the heap, peer mappings.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include "heap.h"
 #include "layout.h"
 #include "peer_mappings.h"
+#include "ranks.h"
 
 using namespace lockstep;
 
@@ -56,6 +58,51 @@ TEST(an_attached_segment_is_verified) {
   CHECK(contains(error_of([&] { Group::attach(1, 2, handle, {}); }), "another file"));
   handle.fd = 100000;
   CHECK(contains(error_of([&] { Group::attach(1, 2, handle, {}); }), "cannot open shared memory"));
+}
+
+TEST(memory_of_a_process_that_has_ended_is_the_loss_of_its_rank) {
+  if (!kMayFork) return;
+  BufferHandle buffer;
+  buffer.segment = handle_of_dead_process();
+  auto group = Group::create(2, {});
+  auto other = Group::attach(1, 2, group->segment(), {});
+  CollectiveCall call(*group, barrier_info(), kTestTimeout, false);
+  bool is_lost = false;
+  try {
+    call.map(1, buffer, 64);
+  } catch (const CommError& error) {
+    is_lost = error.failure.loss == Loss::unopened && error.failure.rank == 1;
+    CHECK(contains(error.what(), "rank 0: barrier #1 on group default failed: rank 1 is gone: "));
+  }
+  CHECK(is_lost);
+  CHECK(other->failure().loss == Loss::unopened && other->failure().rank == 1);
+}
+
+TEST(a_zombie_is_a_lost_rank_and_too_many_open_files_are_not) {
+  if (!kMayFork) return;
+  const Segment mine = Segment::create("test", 4096, 4096);
+  SegmentHandle handle = mine.handle();
+  handle.pid = fork();
+  if (handle.pid == 0) _exit(0);
+  siginfo_t ended;
+  CHECK(waitid(P_PID, static_cast<id_t>(handle.pid), &ended, WEXITED | WNOWAIT) == 0);
+  const auto is_lost = [](const SegmentHandle& handle) {
+    try {
+      Segment::attach(handle);
+    } catch (const UnopenedError&) {
+      return true;
+    } catch (const CommError&) {
+    }
+    return false;
+  };
+  CHECK(is_lost(handle));
+  CHECK(waitpid(handle.pid, nullptr, 0) == handle.pid);
+  rlimit limit;
+  CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+  const rlimit none{0, limit.rlim_max};
+  CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
+  CHECK(!is_lost(mine.handle()));
+  CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
 }
 
 TEST(a_file_that_could_shrink_is_not_attached) {

@@ -18,7 +18,7 @@ from lockstep.comm.shared_memory import is_shared
 from lockstep.data.assignment import on_one_host
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.local_sums import LocalSums
-from lockstep.kernel.errors import GradientError, LockstepError
+from lockstep.kernel.errors import GradientError, LockstepError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 needs_native = pytest.mark.skipif(not native.available(), reason="not built")
@@ -51,6 +51,12 @@ def note_events():
 
     LocalSums.accumulate = note_accumulation
     return events
+
+
+def test_parameters_on_several_devices_are_refused(world_of_one):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UsageError, match=r"0\.weight is on cpu, and 1\.weight on meta: move"):
+        ls.exact(model, microbatches=2)
 
 
 @needs_native
@@ -199,7 +205,7 @@ def test_messages_with_the_gradients_of_another_plan_are_refused():
         trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         trainer.step(rows())
         before = trainer.digest()
-        (bucket_sum,) = trainer._executor._gradients._buckets.sums
+        (bucket_sum,) = trainer.engine.setup.executor._gradients._buckets.sums
         if ls.rank() == 1:
             bucket_sum._digest = b"another."
         with pytest.raises(native.ArgumentError, match="message of rank 1 does not end with its"):
@@ -232,7 +238,7 @@ def test_a_rank_does_not_wait_for_the_others_in_backward(ranks, tmp_path):
         trainer = ls.Trainer(Slow(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         for step in range(4):
             events = note_events()
-            gradients = trainer._executor._gradients
+            gradients = trainer.engine.setup.executor._gradients
             accumulate = LocalSums.accumulate
 
             def accumulate_and_signal(sums, leaf, accumulate=accumulate, step=step):
@@ -350,7 +356,7 @@ def test_a_rank_that_catches_its_exception_is_not_paired_with_the_others(ranks, 
                 trainer.model.wrong = False
                 if goes_on == "saves":
                     trainer.save_weights(tmp_path / "model.safetensors")
-                trainer._position.steps += 1
+                trainer.engine.state.position.steps += 1
                 trainer.step(rows())
         except LockstepError as error:
             return caught, str(error), trainer.digest() == before

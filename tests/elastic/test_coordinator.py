@@ -350,16 +350,44 @@ def test_a_round_that_ends_though_nobody_has_died_is_formed_again(run):
     assert said(done) == ["round 1: 2 ranks"]
 
 
-def test_an_error_and_the_exit_after_it_may_be_noticed_at_once():
-    """On a busy machine: before the death of the other member, whose consequence they are."""
+def make_exits(
+    is_store_lost: bool = False,
+) -> tuple[dict[int, Outcome], CurrentRound, MemberExits]:
+    """Return the outcomes of two members, the round that they are in, and its exits."""
     outcomes = {member: Outcome(member) for member in (0, 1)}
     ranks = SimpleNamespace(
-        outcomes=outcomes, running=[1], pids={}, send=lambda *_: None, release=lambda member: None
+        outcomes=outcomes,
+        running=[1],
+        pids={},
+        send=lambda *_: None,
+        release=lambda member: None,
+        stores=SimpleNamespace(is_lost=is_store_lost),
     )
     current = CurrentRound(members=(0, 1))
-    exits = MemberExits(ranks, current, Newcomers(lambda rank: rank))  # type: ignore[arg-type]
+    newcomers = Newcomers(lambda rank: rank)
+    return outcomes, current, MemberExits(ranks, current, newcomers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", ["rendezvous", "communication", "lost", "stopped", ""])
+@pytest.mark.parametrize("cause", ["death", "store", None])
+def test_what_did_not_connect_or_answer_in_a_round_that_lost_a_member_is_a_consequence(code, cause):
+    outcomes, current, exits = make_exits(is_store_lost=cause == "store")
+    if cause == "death":
+        outcomes[1].status = -signal.SIGKILL
+        exits.notice_end(1, outcomes[1])
     outcomes[0].status = 1
-    outcomes[0].error = {"message": "Connection reset by peer", "time": monotonic()}
+    outcomes[0].error = {"code": code, "time": monotonic()}
+    exits.notice_end(0, outcomes[0])
+    is_explained = cause is not None and code != ""
+    assert outcomes[0].is_replaced == (is_explained or code in ("lost", "stopped"))
+    assert (0 in current.lost) == is_explained
+
+
+def test_an_error_and_the_exit_after_it_may_be_noticed_at_once():
+    """On a busy machine: before the death of the other member, whose consequence they are."""
+    outcomes, current, exits = make_exits()
+    outcomes[0].status = 1
+    outcomes[0].error = {"code": "lost", "time": monotonic()}
     exits.notice_end(0, outcomes[0])
     exits.reconsider_consequences()
     assert outcomes[0].is_replaced

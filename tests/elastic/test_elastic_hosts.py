@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import hosts
@@ -46,6 +48,40 @@ if MEMBER == os.environ.get("STUCK"):  # a thread that Gloo does not wake
         return wait_until(work, deadline)
 
     HostWork._wait_until = oversleep
+if "PUBLISHES" in os.environ:  # this member dies once others can read its address
+    import select
+    from lockstep.comm.hosts import process_group
+
+    class Store(torch.distributed.Store):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def set(self, key, value):
+            self.inner.set(key, value)
+            Path("victim.new").write_text(str(os.getpid()))
+            Path("victim.new").rename("victim")
+            os.kill(os.getpid(), 9)
+
+    for name in ("get", "add", "check", "wait", "multi_get"):
+        setattr(Store, name, lambda self, *given, name=name: getattr(self.inner, name)(*given))
+    connect_all = process_group._connect
+
+    def connect(store, *given):
+        if not Path("victim").exists():
+            if MEMBER == os.environ["PUBLISHES"]:
+                store = Store(store)
+            else:
+                while not Path("victim").exists():
+                    time.sleep(0.005)
+                try:
+                    victim = os.pidfd_open(int(Path("victim").read_text()))
+                    select.select([victim], [], [], 60)
+                except ProcessLookupError:
+                    pass
+        return connect_all(store, *given)
+
+    process_group._connect = connect
 ls.init(timeout=600)
 torch.manual_seed(1)
 
@@ -293,6 +329,99 @@ def test_a_run_that_loses_the_host_of_its_store_is_resumed(start, digest, fault)
         assert (status, find_digests(output)) == (0, {digest}), output
         assert len(find_places(output, 12)) == 2
         assert (f"resumed after step {saved}" in output) == (name == "a"), output
+
+
+def find_store(launcher: int) -> psutil.Process:
+    """Return the process that serves the store of a launch: one of its threads says so."""
+    for process in psutil.Process(launcher).children(recursive=True):
+        names = [path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/comm")]
+        if any(name.startswith("pt_tcpstore") for name in names):
+            return process
+    raise AssertionError("there is no store")
+
+
+def test_a_store_that_is_killed_with_all_ranks_is_replaced(start, digest):
+    """New ranks would wait for it until the limit of init."""
+    launch = start("--max", "2", STOPS="1", CHECKPOINT="1")
+    launch.wait_until_stopped()
+    launch.wait_for_checkpoint()
+    store = find_store(launch.a.pid)
+    ranks = [
+        process
+        for launcher in (launch.a, launch.b)
+        for process in psutil.Process(launcher.pid).children(recursive=True)
+        if process.ppid() != launcher.pid and process != store
+    ]
+    assert len(ranks) == 2
+    for process in (store, *ranks):
+        process.kill()
+    (launch.folder / "go on").touch()
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert "the process of the ranks' store was killed by SIGKILL" in said(output)
+    assert "round 1: 2 ranks, in new processes" in said(output)
+    assert find_digests(output) == find_digests(of_b) == {digest}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_round_without_the_store_has_new_processes(start, digest, survives):
+    """Ranks that have joined do without it, until one of them is lost."""
+    launch = start("--max", "2", STOPS="1", CHECKPOINT="1", FULL="2")
+    launch.wait_until_stopped()
+    launch.wait_for_checkpoint()
+    find_store(launch.a.pid).kill()
+    if not survives:
+        launch.net.b.kill()
+        launch.finish("b")
+        launch.b = launch.start("b")
+    (launch.folder / "go on").touch()
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert "the process of the ranks' store was killed by SIGKILL" in said(output)
+    assert ("in new processes" in output) == (not survives)
+    assert find_digests(output) == find_digests(of_b) == {digest}
+
+
+@pytest.mark.stress
+def test_connections_between_ranks_that_are_reset_are_made_again(start, digest):
+    """No rank has died: the step is repeated in the next round."""
+    if not (shutil.which("nft") and shutil.which("ss")):
+        pytest.skip("needs nft and ss")
+    launch = start("--max", "2", STOPS="1")
+    launch.wait_until_stopped()
+    store = rf":(\d+) .*pid={find_store(launch.a.pid).pid},"
+    (port,) = set(re.findall(store, launch.net.a.namespaces.run(["ss", "-Hltnp"])))
+    rules = (
+        "type filter hook input priority 0;"
+        f"ip saddr {launch.net.b.address} tcp dport != {{ 29500, {port} }} "
+        "counter reject with tcp reset;"
+    )
+    nft = launch.net.a.namespaces.run
+    nft(["nft", "-f", "-"], input=f"table inet broken {{\nchain arriving {{\n{rules}\n}}\n}}\n")
+
+    def is_reset() -> bool:
+        printed = nft(["nft", "list", "table", "inet", "broken"])
+        return re.search(r"packets [1-9]", printed) is not None
+
+    (launch.folder / "go on").touch()
+    until(is_reset, "nothing was reset", TIMEOUT)
+    nft(["nft", "delete", "table", "inet", "broken"])
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert "round 1: 2 ranks" in output
+    assert find_digests(output) == find_digests(of_b) == {digest}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_rank_may_be_killed_before_others_connect_to_it(start, digest, victim):
+    launch = start("--max", "2", PUBLISHES=victim)
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert f"member {victim} was killed by SIGKILL" in said(output)
+    assert "round 1: 2 ranks, in new processes" in said(output)
+    assert find_digests(output) == find_digests(of_b) == {digest}
 
 
 @pytest.mark.stress

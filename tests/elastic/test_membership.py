@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistBackendError,
-    DistNetworkError,
-)
+from torch.distributed import DistNetworkError  # type: ignore[attr-defined]
 
 from lockstep.comm import backend
+from lockstep.comm.backend_errors import BackendError, PeerLostError
 from lockstep.elastic import membership as module
 from lockstep.elastic.membership import Membership, Round, TransferOrder
 from lockstep.kernel.errors import RendezvousError, WorkError
 
-LOST = DistBackendError("rank 0: barrier #3 on group default failed: rank 2 died (process 7 ...)")
+LOST = PeerLostError("rank 0: barrier #3 on group default failed: rank 2 died (process 7 ...)")
 
 
 class Trainer:
@@ -218,7 +216,7 @@ def test_a_rank_that_is_ahead_does_not_commit_for_those_behind(harness: Harness)
 
 
 def test_another_error_goes_its_way(harness: Harness) -> None:
-    timed_out = DistBackendError("rank 0: barrier #3 failed: timed out after 5.0 s")
+    timed_out = BackendError("rank 0: barrier #3 failed: timed out after 5.0 s")
     for error in (timed_out, ValueError("broken pipe")):
         harness.barriers = [error]
         with pytest.raises(type(error)):

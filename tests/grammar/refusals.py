@@ -17,7 +17,7 @@ OF_SHARDS = (
     "cannot divide the parameter",
     "cannot divide parameters of several dtypes",
     "gets sparse gradients",
-    "is not known to treat each element",
+    "treat each element of a parameter by itself",
     "is cut after",
     "torch cannot step the shards of parameters by",
     "is a view and is being modified inplace",
@@ -102,7 +102,7 @@ def _of_sharing(case: Case, layout: Layout) -> Iterator[str]:
     if case.optimization.first is not None:
         yield 'storage="shared" steps one optimizer'
     if not case.optimization.is_elementwise:
-        yield "is not known to treat each element of a parameter by itself"
+        yield "treat each element of a parameter by itself"
     if "sparse=True" in str(case.model):
         yield "whose gradient is sparse"
     if layout.replicas > 1:

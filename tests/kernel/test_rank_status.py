@@ -20,7 +20,7 @@ from lockstep.kernel.rank_status import (
     summarize,
 )
 from lockstep.kernel.splitting import split_evenly
-from lockstep.kernel.step_context import IGNORED_TARGETS, MicrobatchResult, StepLabel
+from lockstep.kernel.step_context import MicrobatchResult, StepLabel, StepWarning
 from lockstep.kernel.tree import total
 from lockstep.model.group_exchange import GroupMessages, exchange_statuses, pack, unpack
 from lockstep.model.state_mutation_check import StateMutationCheck
@@ -78,8 +78,8 @@ def swap():
     """Exchange statuses whose floats need all their bits, and one that is longer than a page."""
     rank = dist.get_rank()
     values = [1 / 3, 5e-324, math.inf, -0.0]
-    results = [MicrobatchResult(rank, 3, 0.1, values[rank], {"é": 1e300 / 7})]
-    long = [f"rank {rank}: {'x' * 5000}"] if rank == 1 else []
+    results = [MicrobatchResult(rank, 3, 0.1, values[rank], {"é": (1e300 / 7, 3.0)})]
+    long = [StepWarning(f"rank {rank}", "x" * 5000, "time_first")] if rank == 1 else []
     mine = RankStatus(results if rank != 2 else [], batch="b", warnings=long)
     label = StepLabel(1, "in step 1", "", "")
     summary = summarize(mine, make_layout(rank, 4), 4)
@@ -91,7 +91,8 @@ def test_statuses_arrive_with_every_bit(ranks):
     assert found[0] == found[1] == found[2] == found[3]
     assert found[0].losses == [(0, 1 / 3), (1, 5e-324), (3, -0.0)]
     assert found[0].average_metrics() == {"é": math.fsum([1e300 / 7 * 3] * 3) / 9}
-    assert found[0].warnings == [(1, f"rank 1: {'x' * 5000}")]
+    assert found[0].warnings == [(1, StepWarning("rank 1", "x" * 5000, "time_first"))]
+    assert type(found[0].warnings[0][1]) is StepWarning
 
 
 def test_the_loss_is_added_along_the_tree():
@@ -120,7 +121,7 @@ def test_skipped_micro_batches_let_the_sums_of_a_rank_be_one_number():
 def test_the_first_non_finite_loss_is_found_with_its_rank(value):
     good, bad = MicrobatchResult(0, 1, 0.5, 1.0), MicrobatchResult(3, 1, 0.5, value)
     later = MicrobatchResult(4, 1, 0.5, math.nan)
-    ignoring = [f"rank 1: the loss {IGNORED_TARGETS}"]
+    ignoring = [StepWarning("rank 1", "the loss ignores some targets", "ignored_targets")]
     assert merged([status(good)], 5).non_finite is None
     for statuses in (
         [status(good), status(later, bad, warnings=ignoring)],
@@ -133,8 +134,8 @@ def test_the_first_non_finite_loss_is_found_with_its_rank(value):
 
 def test_metrics_are_means_over_the_samples():
     statuses = [
-        status(MicrobatchResult(0, 3, 0.0, 0.0, {"hit": 1.0})),
-        status(MicrobatchResult(1, 1, 0.0, 0.0, {"hit": 0.0, "rare": 5.0})),
+        status(MicrobatchResult(0, 3, 0.0, 0.0, {"hit": (1.0, 3.0)})),
+        status(MicrobatchResult(1, 1, 0.0, 0.0, {"hit": (0.0, 1.0), "rare": (5.0, 2.0)})),
     ]
     assert merged(statuses, 2).average_metrics() == {"hit": 0.75, "rare": 5.0}
     assert merged([status()], 1).average_metrics() == {}
@@ -165,10 +166,11 @@ def test_values_that_differ_are_none():
 
 def test_warnings_are_listed_once_with_the_first_rank_that_has_them():
     def warn(rank, *sentences):
-        return status(warnings=[f"rank {rank}: {each}" for each in sentences])
+        return status(warnings=[StepWarning(f"rank {rank}", each) for each in sentences])
 
     statuses = [warn(0, "hot"), warn(1, "hot", "wet", "hot"), warn(2, "dry", "wet")]
-    expected = [(0, "rank 0: hot"), (1, "rank 1: wet"), (2, "rank 2: dry")]
+    pairs = enumerate(["hot", "wet", "dry"])
+    expected = [(rank, StepWarning(f"rank {rank}", each)) for rank, each in pairs]
     assert merged(statuses, 1).warnings == merged(statuses, 1, ranks=MANY).warnings == expected
     many = [warn(rank, f"number {rank}") for rank in range(MANY)]
     assert len(merged(many[:-1], 1).warnings) == DETAILED_RANKS
@@ -177,6 +179,7 @@ def test_warnings_are_listed_once_with_the_first_rank_that_has_them():
 
 # --- any tree ------------------------------------------------------------------------------------
 
+METRICS = st.dictionaries(st.sampled_from("pq"), st.tuples(st.floats(-1e9, 1e9), st.floats(0.5, 9)))
 FLOATS = st.floats(-1e6, 1e6) | st.sampled_from([math.inf, -0.0, 5e-324, 1e16])
 TEXTS = st.sampled_from(["", "", "", "a", "b"])
 HASHES = st.sampled_from(["", "differ", "x", "y"])
@@ -194,7 +197,7 @@ def trainings(draw):
         results = [
             MicrobatchResult(
                 leaf, draw(st.integers(1, 5)), draw(st.sampled_from([0.5, 0.3])), draw(FLOATS),
-                draw(st.dictionaries(st.sampled_from("pq"), st.floats(-1e9, 1e9))),
+                draw(METRICS),
             )
             for leaf in owned if draw(st.integers(0, 5))
         ]  # fmt: skip
@@ -213,7 +216,9 @@ def trainings(draw):
                 results,
                 buffers=[BufferReport(hashes)],
                 gradients=[f"{draw(st.integers(0, 9)):x}"],
-                warnings=[f"rank {rank}: {each}" for each in draw(st.lists(TEXTS, max_size=2))],
+                warnings=[
+                    StepWarning(f"rank {rank}", each) for each in draw(st.lists(TEXTS, max_size=2))
+                ],
                 failure=None if kind is None else (kind, kind),
                 batch=draw(TEXTS),
                 hooks=hooks,
@@ -248,8 +253,9 @@ class Expected(NamedTuple):
         metrics = {}
         for name in {name for each in results for name in each.metrics}:
             known = [each for each in results if name in each.metrics]
-            sums = math.fsum(each.metrics[name] * each.size for each in known)
-            metrics[name] = sums / sum(each.size for each in known)
+            pairs = [each.metrics[name] for each in known]
+            weights = math.fsum(weight for _, weight in pairs)
+            metrics[name] = math.fsum(value * weight for value, weight in pairs) / weights
         reports = [each.buffers[0].hashes for each in statuses[::stages] if each.buffers[0].hashes]
         columns = [set(column) for column in zip(*reports, strict=True)]
         differing = [n for n, seen in enumerate(columns) if "differ" in seen or len(seen) > 1]
@@ -287,7 +293,7 @@ def test_the_size_of_a_summary_does_not_grow_with_the_number_of_ranks():
     for ranks in (128, 1024, 8192):
         statuses = [
             status(
-                MicrobatchResult(rank, 1, 1 / ranks, 1 / (rank + 1), {"hit": rank / 7}),
+                MicrobatchResult(rank, 1, 1 / ranks, 1 / (rank + 1), {"hit": (rank / 7, 1.0)}),
                 buffers=[BufferReport(["x"])], gradients=["ff"], batch="b",
                 hooks={"usage": RankUsage.of(RankTimes(rank, 0.5, 0.25, 0, 7))},
             )

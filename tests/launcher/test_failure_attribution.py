@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.kernel.errors import LostError, StoppedError
 from lockstep.launcher import failure_attribution
 from lockstep.launcher.failure_attribution import (
     Outcome,
@@ -12,17 +11,15 @@ from lockstep.launcher.failure_attribution import (
     explain_sigkill,
     find_first_failure,
     find_same_failures,
-    is_lost_peer,
     make_rank_error,
+    make_report,
 )
 
-LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:24473"
 
-
-def raised(rank, when, message="boo", kind="ValueError", plain=False):
-    error = {"time": when, "type": kind, "message": message, "traceback": "Traceback ...",
-             "where": "train.py:3", "plain": plain}  # fmt: skip
-    return Outcome(rank, status=1, when=when + 1, error=error)
+def raised(rank, when, message="boo", kind="ValueError", plain=False, **fields):
+    error = make_report(kind, message) | {"time": when, "traceback": "Traceback ...",
+                                          "where": "train.py:3", "plain": plain}  # fmt: skip
+    return Outcome(rank, status=1, when=when + 1, error=error | fields)
 
 
 def test_the_failure_that_was_raised_first_is_the_cause():
@@ -35,19 +32,10 @@ def test_the_failure_that_was_raised_first_is_the_cause():
 
 
 def test_a_lost_connection_is_never_the_cause_of_a_death():
-    outcomes = [raised(0, 1.0, LOST), Outcome(1, status=-9, when=2.0), raised(2, 1.5, LOST)]
+    lost = [raised(rank, 1.0 + rank / 4, "its connection", code="lost") for rank in (0, 2)]
+    outcomes = [lost[0], Outcome(1, status=-9, when=2.0), lost[1]]
     assert str(make_rank_error(outcomes)) == "rank 1 was killed by SIGKILL"
     assert make_rank_error(outcomes).status == -9
-
-
-def test_an_error_of_a_backend_or_a_pipeline_may_only_say_that_a_rank_is_gone():
-    died = "recv from rank 1 failed: rank 3 died (process 7 has ended)"
-    assert is_lost_peer(LostError(f"waited for rank 1: {died}"))
-    assert is_lost_peer(StoppedError(f"rank 0 stopped because rank 1: {died}"))
-    assert is_lost_peer(RuntimeError(f"[third_party/gloo/transport/tcp/{LOST[1:]}"))
-    assert not is_lost_peer(StoppedError("rank 0 stopped because rank 1: ValueError: boo"))
-    assert not is_lost_peer(LostError("waited for rank 1: timed out after 60 s"))
-    assert not is_lost_peer(RuntimeError("Broken pipe"))  # of the script's own
 
 
 def test_a_hint_follows_the_signal():
@@ -64,16 +52,16 @@ def test_ranks_that_the_launcher_ended_have_not_failed():
 
 
 def test_a_rank_that_returned_early_is_the_cause_of_a_lost_connection():
-    outcomes = [raised(0, 1.0, LOST), Outcome(1, status=0, when=2.0), Outcome(2)]
+    outcomes = [raised(0, 1.0, "?", code="lost"), Outcome(1, status=0, when=2.0), Outcome(2)]
     assert str(make_rank_error(outcomes)) == (
         "rank 1 returned while rank 0 still waited in a collective (train.py:3)"
     )
 
 
 def test_a_tag_without_a_receive_is_named_with_a_rank_that_returned():
-    failed = "rank 0: recv from rank 1 (tag 2) on group default failed: rank 1 has left the group"
     hint = "; a message with tag 1 arrived from it but no receive was posted for it"
-    outcomes = [raised(0, 1.0, failed + hint), Outcome(1, status=0, when=2.0)]
+    lost = raised(0, 1.0, code="lost", operation="recv from rank 1 (tag 2)", hint=hint)
+    outcomes = [lost, Outcome(1, status=0, when=2.0)]
     assert str(make_rank_error(outcomes)) == (
         f"rank 1 returned while rank 0 still waited in recv from rank 1 (tag 2) (train.py:3){hint}"
     )
@@ -81,14 +69,13 @@ def test_a_tag_without_a_receive_is_named_with_a_rank_that_returned():
 
 def test_errors_of_the_backend_are_the_same_whichever_rank_they_begin_with():
     calls = "the ranks of group default disagree in call #1: rank 0 called barrier; rank 1 called"
-    outcomes = [raised(rank, 1.0 + rank, f"rank {rank}: {calls}", "DistBackendError", plain=True)
-                for rank in (0, 1)]  # fmt: skip
+    of_backend = {"kind": "BackendError", "plain": True, "code": "communication"}
+    outcomes = [raised(rank, 1.0 + rank, f"rank {rank}: {calls}", **of_backend) for rank in (0, 1)]
     assert find_same_failures(outcomes, outcomes[0]) == outcomes
     assert describe_own_failure(outcomes, outcomes[0]) == f"train.py:3: {calls}"
     assert str(make_rank_error(outcomes)) == f"rank 0: {calls}"
     # A rank that returned explains another's error better than that error.
-    failed = "rank 0: barrier #2 on group default failed: rank 1 has left the group"
-    lost = raised(0, 1.0, failed, "DistBackendError", plain=True)
+    lost = raised(0, 1.0, **of_backend | {"code": "lost"}, operation="barrier #2")
     assert describe_own_failure([lost, Outcome(1, status=0, when=2.0)], lost) == (
         "rank 1 returned while rank 0 still waited in barrier #2 (train.py:3)"
     )

@@ -868,6 +868,9 @@ def test_a_description_with_wrong_values_is_damaged(lockstep_run, change):
     Path("runs", name, "launch.json").write_text(json.dumps({**description(name), **change}))
     with pytest.raises(UsageError, match=r"launch\.json is damaged"):
         lockstep_run("--resume", name)
+    # As the message advises.
+    assert lockstep_run("--resume", name, "-n", "2", "train.py") == (0, [name, "1", "2"])
+    assert description(name)["target"] == "train.py"
 
 
 def test_auto_continues_the_newest_run_of_the_command(lockstep_run, capfdbinary, tmp_path):
@@ -995,3 +998,47 @@ def test_a_launch_whose_description_cannot_be_written_goes_on(run, monkeypatch):
     printed = run("print('works')", flags="-n 1")
     assert printed.out == b"works\n"
     assert b"/launch.json cannot be written: No space left on device\n" in printed.err
+
+
+DELETES_FOLDER = """
+import os, shutil, sys
+from lockstep.cli import main
+from lockstep.launcher import launch_script
+
+name = sys.argv.pop()
+function = getattr(launch_script, name)
+
+def delete_then(*arguments, **options):
+    result = function(*arguments, **options)
+    shutil.rmtree(os.environ["FOLDER"], ignore_errors=True)
+    return result
+
+setattr(launch_script, name, delete_then)
+sys.argv[:] = ["lockstep", "run", "-n", "1", os.environ["SCRIPT"]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("check_open_files", "the working directory has been deleted: change to another one"),
+        ("open_supervisor", "the working directory has been deleted: change to another one"),
+        ("open_store", "the working directory has been deleted: change to another one"),
+        ("_script_task", "the working directory FOLDER cannot be entered: No such file"),
+    ],
+)
+def test_a_working_directory_that_is_deleted_during_the_start_is_one_sentence(
+    tmp_path, name, sentence
+):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "train.py").touch()
+    environ = {**os.environ, "FOLDER": str(folder), "SCRIPT": str(tmp_path / "train.py")}
+    command = [sys.executable, "-c", DELETES_FOLDER, name]
+    done = warm.run(command, timeout=60, cwd=folder, env=environ, text=True)
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("lockstep: ")
+    assert sentence.replace("FOLDER", str(folder)) in last

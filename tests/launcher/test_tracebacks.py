@@ -143,10 +143,11 @@ def test_a_program_shows_its_own_line_and_keeps_its_own_hook():
 def test_messages_of_the_backend_count_as_lockstep_s_and_those_of_others_do_not():
     from torch.distributed import DistBackendError  # type: ignore[attr-defined]
 
-    def is_own(message: str, kind: type[BaseException] = DistBackendError) -> bool:
-        return tracebacks.is_own_error(kind(message))
+    from lockstep.comm.backend_errors import BackendError, PeerLostError
 
-    assert is_own("rank 1: barrier #2 on group default failed: rank 0 died (process 123)")
-    assert is_own("send: there is no rank 5 in a group of 2", ArgumentError)
-    assert not is_own("NCCL error in: ProcessGroupNCCL.cpp:77, unhandled system error")
-    assert not is_own("rank 1: mine", RuntimeError)
+    assert all(
+        tracebacks.is_own_error(kind("anything"))
+        for kind in (BackendError, PeerLostError, ArgumentError)
+    )
+    said = "rank 1: barrier #2 on group default failed: rank 0 died (process 123 has ended)"
+    assert not any(tracebacks.is_own_error(kind(said)) for kind in (DistBackendError, RuntimeError))

@@ -22,7 +22,7 @@ from lockstep.comm import backend
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher import late_ranks, rendezvous
 from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
-from lockstep.launcher.failure_attribution import is_lost_peer
+from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.launcher.world import (
     _explain,
     close_connections,

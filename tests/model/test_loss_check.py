@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.kernel.errors import LossError
-from lockstep.kernel.step_context import NOT_ADDITIVE
 
 CLASS_WEIGHTS = torch.linspace(0.2, 2.0, 4)
 SGD = partial(torch.optim.SGD, lr=0.1)
+NOT_ADDITIVE = "is not the sum of the losses of its halves times their shares"
 
 
 class Focal(nn.CrossEntropyLoss):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lockstep.formatting import format_duration, format_percent
 from lockstep.tools.report.chart import Curve, downsample, draw_chart, linear_axis, log_axis
-from lockstep.tools.report.picture import Area, Dot, Line, Picture
+from lockstep.tools.report.picture import Area, Dot, Label, Line, Picture
 
 VALUES = st.lists(
     st.floats(-1e6, 1e6) | st.sampled_from([np.nan, np.inf, -np.inf]), min_size=1, max_size=60
@@ -84,6 +84,15 @@ def draw(*curves):
     colors = ["red", "blue"][: len(curves)]
     draw_chart(picture, curves, axes, (0, 0, 264, 124), colors, "black", "gray")
     return [shape for shape in picture.shapes if getattr(shape, "stroke", "") != "gray"]
+
+
+def test_the_name_of_an_axis_is_below_its_labels():
+    picture, axes = Picture(264, 142, "none", "test"), (linear_axis(0, 10), linear_axis(0, 1))
+    draw_chart(picture, [curve([0, 1])], axes, (0, 0, 264, 142), ["red"], "black", "gray", "step")
+    labels = [shape for shape in picture.shapes if isinstance(shape, Label)]
+    (name,) = (label for label in labels if label.text == "step")
+    assert (name.x, name.y) == (164, 136)
+    assert max(label.y for label in labels if label is not name) == 118
 
 
 def curve(y, low=None, high=None, is_dotted=False):

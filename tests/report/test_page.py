@@ -120,6 +120,28 @@ def test_a_phone_shows_the_table_of_epochs_without_scrolling_it(phone):
     assert not phone.page.locator(".turn").is_visible()
 
 
+@pytest.mark.parametrize("name", ["report", "long"])
+def test_a_phone_shows_charts_whole_and_legible(phone, name):
+    """They were cut at the right edge."""
+    phone.open(name)
+    boxes = """[...document.querySelectorAll('.chart')].map(chart => {
+        const [around, svg] = [chart, chart.querySelector('svg')].map(
+            element => element.getBoundingClientRect());
+        const labels = [...chart.querySelectorAll('text')];
+        const places = labels.map(label => label.getBoundingClientRect());
+        return {
+            left: Math.min(...places.map(each => each.left)) - around.left,
+            right: around.right - Math.max(svg.right, ...places.map(each => each.right)),
+            text: svg.width / chart.querySelector('svg').viewBox.baseVal.width
+                * parseFloat(getComputedStyle(labels[0]).fontSize),
+        };
+    })"""
+    found = phone.page.evaluate(boxes)
+    assert len(found) >= 3
+    assert min(min(box["left"], box["right"]) for box in found) >= 0
+    assert min(box["text"] for box in found) >= 10
+
+
 def test_charts_have_the_size_and_colors_of_the_page(reader):
     reader.open("report")
     reader.page.emulate_media(color_scheme="dark")

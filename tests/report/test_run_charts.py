@@ -53,6 +53,25 @@ def test_a_loss_that_falls_far_has_a_logarithmic_axis(charts, last, is_log):
     assert found["loss"][2][1].is_log is is_log
 
 
+def test_a_curve_of_many_steps_is_said_to_be_a_mean(charts):
+    lines = [records.step(n, loss=1.0) for n in range(401)]
+    assert charts([records.HEADER, *lines[:400]])["loss"][0] == ["training"]
+    (name,) = charts([records.HEADER, *lines])["loss"][0]
+    assert name == "training (mean and range of 2 steps)"
+
+
+def test_round_numbers_of_steps_are_brief():
+    steps = (0, 500, 9999, 10_000, 12_345, 250_000, 1_500_000, 1_000_025)
+    assert [run_charts.format_step(step) for step in steps] == [
+        "0", "500", "9,999", "10k", "12,345", "250k", "1.5M", "1,000,025",
+    ]  # fmt: skip
+
+
+def test_the_axis_of_steps_is_named(tmp_path):
+    for chart in run_charts.draw_run_charts(read_run(records.write(tmp_path, records.whole()))):
+        assert ">step</text>" in chart.svg
+
+
 def test_steps_with_invalid_numbers_are_counted(charts):
     found = charts([records.HEADER, *(records.step(0, loss=float(n)) for n in range(5))])
     assert found["loss"][1][0].x.tolist() == [0, 1, 2, 3, 4]

@@ -39,9 +39,32 @@ def sentences(*runs):
 def test_the_speeds_are_compared(run):
     slow, fast = run("slow", seconds=0.012), run("fast")
     assert sentences(slow, fast)[0] == (
-        "fast trained 1.20 times as many samples per second as slow, during steps."
+        "fast trained 1.20 times as many samples per second as slow, on average during steps."
     )
     assert compare_runs([fast, slow]).pairs[0].speed_ratio == pytest.approx(1 / 1.2)
+
+
+def test_the_rank_that_holds_up_a_slower_run_is_named(tmp_path):
+    def write(name, **fields):
+        lines = [records.step(number, **fields) for number in range(12)]
+        header = records.HEADER | {"name": name}
+        return read_run(records.write(tmp_path / name, [header, *lines, records.END]))
+
+    busy, idle = [0.006, 0.002, 0.0, 0.0], [0.006, 0.002, 0.03, 0.0]
+    even = write("even", ranks=[busy, busy])
+    uneven = write("uneven", ranks=[idle, busy], outside=[0.0, 0.03])
+    said = (
+        "In uneven, the others wait for rank 1: it works 36.0 ms per step, where the slowest rank "
+        "of even works 6.00 ms. It spends the time between steps: in the body of the loop, "
+        "callbacks, evaluation or saving."
+    )
+    assert said in sentences(even, uneven)
+    assert said in sentences(uneven, even)
+    assert not any("wait for rank" in each for each in sentences(even, even))
+    late = write("late", ranks=[[0.04, 0.002, 0.0, 0.0], idle])
+    assert any("rank 0: it works 40.0 ms" in each for each in sentences(even, late))
+    # A rank that is slow in both runs explains no difference.
+    assert not any("wait for rank" in each for each in sentences(uneven, uneven))
 
 
 def test_runs_that_differ_in_their_learning_rate_say_so(tmp_path):

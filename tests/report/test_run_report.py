@@ -1,5 +1,6 @@
 """The report of a run: its text and figures, from records written by hand."""
 
+import hashlib
 import os
 import re
 import time
@@ -7,10 +8,16 @@ import time
 import pytest
 
 import records
+from lockstep.formatting import format_percent
 from lockstep.launcher.run_folder import RECORD_FILE
 from lockstep.record.logged_value import describe_value
 from lockstep.record.reader import read_run
-from lockstep.tools.report.breakdown import peak_memory, resume_table, time_by_rank
+from lockstep.tools.report.breakdown import (
+    peak_memory,
+    resume_table,
+    time_by_rank,
+    time_shares,
+)
 from lockstep.tools.report.run_report import report_html
 from lockstep.tools.report.summary import find_slowest_rank, summarize
 from lockstep.tools.report.summary_text import (
@@ -38,7 +45,7 @@ def test_the_headline_has_quality_layout_and_speed(run):
     assert well == "digits: accuracy 91.2%, loss 0.2500 on held-out samples after 2 epochs."
     assert fast == (
         "Net of 21,840 parameters on 2 replicas, 8 micro-batches, gloo, cpu: 640 samples in "
-        "20 steps took 2.50 s, 2,207 samples/s during steps."
+        "20 steps took 2.50 s, 2,207 samples/s during steps on average."
     )
 
 
@@ -75,9 +82,29 @@ def test_an_evaluation_of_averaged_weights_is_named(tmp_path):
 
 def test_the_slowest_rank_is_named(run):
     assert timing_sentences(run) == [
-        "Rank 1 is the slowest: it works 11.6 ms per step, 31.1% more than the mean of the ranks, "
-        "and the others wait for it."
+        "Rank 1 is the slowest: it works 11.6 ms per step on average, 31.1% more than the mean of "
+        "the ranks, and the others wait for it. It spends the time loading data."
     ]
+
+
+def test_a_rank_that_works_between_steps_is_the_slowest(tmp_path):
+    """In the record of rank 0, which waits for it, nothing else says so."""
+    outside = [[0.0, 0.2], [0.0, 0.4], None]  # None: as in earlier records
+    lines = [
+        records.step(number, ranks=[[0.006, 0.002, 0.2, 0.0], [0.005, 0.002, 0.0, 0.0]])
+        | ({} if values is None else {"outside": values})
+        for number, values in enumerate(outside)
+    ]
+    run = read_run(records.write(tmp_path / "run", [records.HEADER, *lines, records.END]))
+    (sentence,) = timing_sentences(run)
+    assert sentence.startswith("Rank 1 is the slowest: it works 205 ms per step on average, ")
+    assert "It spends the time between steps: in the body of the loop, callbacks, " in sentence
+    first, second = time_by_rank(run)
+    assert first.shares["outside steps"] == 0.0
+    assert second.shares["outside steps"] == pytest.approx(0.6 / 0.621)
+    share = time_shares(run)["outside steps"]
+    assert share == pytest.approx(0.6 / 1.245)
+    assert f"outside steps {format_percent(share)}" in report_html(run)
 
 
 def test_the_page_is_complete(run):
@@ -111,6 +138,15 @@ def test_both_digests_are_named(run):
     for what, name in (("weights", "digest"), ("optimizer state", "optimizer_digest")):
         assert f"Digest of the {what} <code" in page
         assert records.END[name] in page
+
+
+def test_an_optimizer_without_state_has_no_digest(tmp_path):
+    """The page showed the hash of nothing."""
+    digest = hashlib.sha256().hexdigest()
+    end = records.END | {"optimizer_digest": digest}
+    page = report_html(read_run(records.write(tmp_path, [records.HEADER, records.step(0), end])))
+    assert "Digest of the optimizer state <code>no state<" in page
+    assert digest not in page
 
 
 def test_a_script_is_shown_with_its_command(tmp_path):
@@ -232,7 +268,7 @@ def test_times_of_a_resumed_run_are_those_of_its_last_layout(resumed):
     changed, rank = timing_sentences(resumed)
     assert changed == "The layout changed at step 12; times and speeds are those since."
     assert rank.startswith("Rank 1 is the slowest: it works ")
-    assert find_slowest_rank(resumed)[1] < 0.1
+    assert find_slowest_rank(resumed).seconds < 0.1
     assert summarize(resumed).step_seconds == pytest.approx(0.01)
     assert summarize(resumed).speed == pytest.approx(8 * 32 / 0.17)
     assert [one.rank for one in time_by_rank(resumed)] == [0, 1]

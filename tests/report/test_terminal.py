@@ -30,6 +30,13 @@ def test_columns_are_aligned(capsys):
     assert set(rule) == {"─"}
 
 
+def test_numbers_are_aligned_to_the_right(capsys):
+    terminal.print_table(["name", "seconds"], [["a", "1"], ["b", "23456.7"]], numbers=["seconds"])
+    _, _, first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(" 1")
+    assert len(first) == len(second)
+
+
 def test_optional_columns_are_left_out_first(narrow, capsys):
     narrow(25)
     terminal.print_table(NAMES, ROWS, optional=("layout", "digest"))

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 import lockstep as ls
 from lockstep.comm import collectives
+from lockstep.comm.backend_errors import PeerLostError
 from lockstep.elastic import membership as membership_module
 from lockstep.elastic.membership import Membership, membership
 from lockstep.launcher import world as world_module
@@ -68,8 +69,9 @@ def at(point):
         mark.with_suffix(".new").write_text(str(now))
         mark.with_suffix(".new").rename(mark)
         if is_killed:
+            (MARKS / f"killed-{os.getpid()}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        raise torch.distributed.DistBackendError("rank 2 died (process ...)")
+        raise PeerLostError("rank 2 died (process ...)")
 
 
 def patch(holder, name, before="", after=""):
@@ -127,6 +129,9 @@ class Model(nn.Module):
 
     def forward(self, inputs):
         at("forward" if self.training else "evaluation")
+        if self.training:
+            with open(f"computed-{os.getpid()}", "a") as computed:
+                print(inputs.double().square().sum().item().hex(), file=computed)
         hidden = self.drop(torch.relu(self.norm(self.a(inputs))))
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: at("backward"))
@@ -159,10 +164,40 @@ class Counter:
         self.count = state["count"]
 
 
+def train_in_a_loop():
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    exact = ls.exact(
+        model, optimizer, microbatches=8, seed=3, scheduler=scheduler, progress=False,
+        loggers="recorded", checkpoint=ls.CheckpointConfig(every_steps=5), audit=AUDIT,
+    )
+    for epoch in range(STEPS // 4):
+        for batch in exact.batches(Samples(96), 24, epoch=epoch, num_workers=WORKERS):
+            for inputs, targets in batch:
+                batch.backward(loss(model(inputs), targets))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            at("callback")
+            wait_for_newcomers()
+        exact.evaluate(Samples(40), 20, loss=loss)
+        at("epoch")
+    exact.finish()
+    return exact, exact.digest(), exact.optimizer_digest(), scheduler
+
+
 ls.init(timeout=60)
 torch.manual_seed(1)
 counter, loss = Counter(), nn.CrossEntropyLoss()
+AUDITS = {"": True, "0": False, "1": ls.AuditConfig(every_steps=1)}
+AUDIT = AUDITS[os.environ["AUDIT"]]
 model = Model()
+STEPS = int(os.environ["STEPS"])
+if FORM == "nested":
+    exact, *digest, scheduler = train_in_a_loop()
+    print("DIGEST", *digest, exact.steps, scheduler.get_last_lr()[0].hex(), flush=True)
+    sys.exit()
 checkpoint = ls.CheckpointConfig(every_steps=5, stateful={"counter": counter})
 trainer = ls.Trainer(
     model, loss,
@@ -171,9 +206,8 @@ trainer = ls.Trainer(
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9),
     ),
     microbatches=8, seed=3, max_grad_norm=1.0, ema_decay=0.9, callbacks=counter, loggers="recorded",
-    checkpoint=checkpoint if FORM == "checkpoint" else None, progress=False,
+    checkpoint=checkpoint if FORM == "checkpoint" else None, progress=False, audit=AUDIT,
 )
-STEPS = int(os.environ["STEPS"])
 with trainer:
     if FORM == "raw":
         generator = torch.Generator().manual_seed(7)
@@ -209,13 +243,18 @@ print("DIGEST", *digest, trainer.steps, trainer.scheduler.get_last_lr()[0].hex()
 
 @dataclass(frozen=True)
 class Training:
-    """What a training printed and recorded: digests, losses, rounds, evaluations."""
+    """What a training printed and recorded: digests, losses, rounds, evaluations.
+
+    Attributes:
+        computed: For each process that was not killed, the micro-batches that it has computed.
+    """
 
     output: str
     digests: set[str]
     losses: list[tuple[int, str]]
     rounds: list[dict[str, Any]]
     evaluations: list[Any]
+    computed: dict[str, list[str]]
 
 
 def train(
@@ -228,14 +267,18 @@ def train(
     workers: int = 0,
     is_random: bool = False,
     timeout: float = 200.0,
+    audit: str = "",
 ) -> Training:
-    """Run the training in a folder of its own; with a plan, as an elastic run of `full` ranks."""
+    """Run the training in a folder of its own; with a plan, as an elastic run of `full` ranks.
+
+    Its audits are those of the default; those of each step with `audit` "1", none with "0".
+    """
     folder.mkdir()
     (folder / "marks").mkdir()
     (folder / "train.py").write_text(SCRIPT)
     options = ["--min", "1", "--max", str(full)] if plan else ["-n", "1"]
     numbers = {"FULL": full, "STEPS": steps, "WORKERS": workers}
-    environ = {**os.environ, "PLAN": json.dumps(plan), "FORM": form}
+    environ = {**os.environ, "PLAN": json.dumps(plan), "FORM": form, "AUDIT": audit}
     environ |= {name: str(value) for name, value in numbers.items()}
     with warm.Popen(
         [*CLI, *options, "train.py"],
@@ -273,4 +316,11 @@ def train(
             losses = [each for each in losses if each[0] < line["step"]]
             del epochs[line["epochs"] :]
     rounds = [line for line in lines if line["kind"] == "round"]
-    return Training(output, set(re.findall(r"DIGEST (.*)", output)), losses, rounds, epochs)
+    computed = {
+        path.name: path.read_text().split()
+        for path in folder.glob("computed-*")
+        if not (folder / "marks" / path.name.replace("computed", "killed")).exists()
+    }
+    return Training(
+        output, set(re.findall(r"DIGEST (.*)", output)), losses, rounds, epochs, computed
+    )

@@ -303,7 +303,7 @@ def skip_a_step():
     trainer = linear()
     trainer.step(rows(24))
     if dist.get_rank() == 1:
-        trainer._position.steps += 1  # as if it had left one out
+        trainer.engine.state.position.steps += 1  # as if it had left one out
     trainer.step(rows(24))
 
 

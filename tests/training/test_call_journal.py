@@ -214,6 +214,39 @@ def test_another_call_is_named(call, words):
     assert words in refused(call, trained())
 
 
+@pytest.mark.parametrize(
+    ("train", "advice"),
+    [
+        (lambda script: script.train(1), "resume with at least as many epochs"),
+        (lambda script: script.raw_step("x"), "resume with at least as many steps"),
+        (lambda script: script.log.record_manual_step(5), "resume with at least as many steps"),
+        (lambda script: script.call("save", result=None), "make this call here, too"),
+    ],
+)
+def test_what_a_script_that_ends_early_should_do_depends_on_the_call(train, advice):
+    script = Script()
+    script.train(0)
+    train(script)
+    second = script.resume()
+    second.begin(0)
+    assert advice in refused(second.log.require_finished)
+    assert f": {advice}, or write" in refused(second.log.answer_digest, "digest", 4)
+
+
+def test_only_calls_that_train_have_to_be_repeated_before_the_script_trains_on():
+    script = Script()
+    script.train(0)
+    script.call("save", result=None)
+    script.call("evaluation", samples=30, ema=False, result={"loss": 0.5})
+    second = script.resume()
+    assert second.log.skip_end() == ""  # epoch 0 is still to be repeated
+    second.begin(0)
+    assert second.log.skip_end() == "saves weights"
+    assert not second.log.is_replaying
+    assert second.begin(1).resumed is None
+    assert second.log.skip_end() == ""
+
+
 def test_a_log_of_an_older_version_has_no_drop_last():
     script = trained()
     del script.log._answers[0]["state"]["drop_last"]

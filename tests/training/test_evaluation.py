@@ -4,6 +4,7 @@ import math
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -108,6 +109,38 @@ def a_detector():
     assert evaluation.metrics["boxes"] == boxes / 45
     digest = ls.digest({str(number): each["score"] for number, each in enumerate(outputs)})
     return trainer.last_result.metrics, evaluation.metrics, digest
+
+
+def generate(noise_of):
+    """Evaluate a discriminator by samples that a generator makes; return what it gave."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    judge = nn.Linear(6, 1)
+    generator[1].bias.data.normal_()  # judged differently from sample to sample
+
+    def fooled(outputs, data):
+        return (judge(generator(noise_of(len(outputs)))) > 0).float().mean()
+
+    judging = build(judge, None, metrics={"fooled": fooled}, extra_modules=[generator])
+    evaluation = judging.evaluate(rows(64).tensors[0], 32)
+    assert 0 < evaluation.metrics["fooled"] < 1
+    assert not generator[1].running_mean.any()
+    for batch in judging.batches(rows(64).tensors[0], 32):
+        with judging.manual_step() as step:
+            for data in step.microbatches(batch):
+                step.backward(judge(data).square().mean())
+    return evaluation.metrics, judging.digest()
+
+
+@training
+def metric_of_a_generator():
+    """It was called a metric that is no mean, and its check wrote to batch norm on one rank."""
+    return generate(lambda count: torch.randn(count, 4))
+
+
+@training
+def metric_with_noise_of_numpy():
+    return generate(lambda count: torch.tensor(np.random.randn(count, 4), dtype=torch.float32))
 
 
 test_outcomes = training.make_test()

@@ -23,7 +23,7 @@ import models
 import pytest_lockstep
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.kernel import spec
-from lockstep.kernel.errors import RankError, UsageError
+from lockstep.kernel.errors import LossError, RankError, StateError, UsageError
 
 SAMPLES, BATCH = 43, 19  # batches of 19, 19 and 5 samples
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -270,8 +270,8 @@ def adversarial(group):
 
 
 def plain(group):
-    """A loop without a sampler, that divides the loss itself and leaves `begin` to the forward."""
-    model, called, _ = wrapped(group)
+    """A loop without a sampler, that divides the samples and the loss itself."""
+    model, called, exact = wrapped(group)
     optimizer = SGD(model.parameters())
     inputs, targets = (tensor[:42].chunk(7) for tensor in rows().tensors)
     ranks, rank = (dist.get_world_size(), dist.get_rank())
@@ -279,6 +279,7 @@ def plain(group):
     own = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     for _ in range(3):
         for m in own:
+            exact.begin()
             (F.cross_entropy(called(inputs[m]), targets[m]) / 7).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -402,6 +403,7 @@ def test_a_training_resumes_on_another_number_of_ranks(ranks, tmp_path, step):
     assert ranks(resumable, 3, tmp_path / "state.pt", None) == [(6, saved)] * 3
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_state_of_other_settings_is_refused():
     state = ls.exact(network(), microbatches=4).state_dict()
     with pytest.raises(UsageError, match=r"saved with microbatches=4, and ls.exact has 8"):
@@ -422,10 +424,13 @@ class Mistakes:
     def forward(self, share=0.25):
         return self.exact.weigh(self.model(torch.randn(5, 6)).square().mean(), share=share)
 
+    def microbatch(self):
+        self.exact.begin()
+        self.forward().backward()
+
     def step(self):
         for _ in range(4):
-            self.exact.begin()
-            self.forward().backward()
+            self.microbatch()
 
 
 def no_backward(loop):
@@ -435,22 +440,23 @@ def no_backward(loop):
 
 
 def second_backward(loop):
+    loop.exact.begin()
     loss = loop.forward()
     loss.backward(retain_graph=True)
     loss.backward()
 
 
 def early_optimizer(loop):
-    loop.forward().backward()
+    loop.microbatch()
     loop.optimizer.step()
 
 
 def early_write(loop):
-    loop.forward().backward()
+    loop.microbatch()
     with torch.no_grad():
         loop.model[0].weight.add_(1)
-    loop.exact.begin()
-    loop.forward().backward()
+    for _ in range(3):
+        loop.microbatch()
 
 
 def no_zero_grad(loop):
@@ -459,12 +465,24 @@ def no_zero_grad(loop):
     loop.step()
 
 
-def draws(loop):
-    loop.forward().backward()
-    loop.forward()
+def draws(loop, draw=torch.rand):
+    data = rows(16)
+    loader = DataLoader(data, batch_sampler=loop.exact.sampler(data, 8, shuffle=False))
+    for inputs, _ in loader:
+        if draw(1) < 2:
+            loop.exact.weigh(loop.model(inputs).mean()).backward()
+
+
+def draws_from_numpy(loop):
+    draws(loop, numpy.random.rand)
+
+
+def draws_from_python(loop):
+    draws(loop, lambda _: random.random())
 
 
 def divides(loop):
+    loop.exact.begin()
     loss = loop.model(torch.randn(5, 6)).square().mean()
     loop.exact.weigh(loss, divisor=41).backward()
 
@@ -477,59 +495,174 @@ def weighs_some(loop):
     loop.exact.begin()
     loop.exact.weigh(loop.model(torch.randn(5, 6)).mean(), weight=3).backward()
     for _ in range(3):
-        loop.exact.begin()
-        loop.forward().backward()
+        loop.microbatch()
 
 
 def returns_nothing(loop):
     loop.model.append(nn.Module())
     loop.model[-1].forward = lambda inputs: object()
+    loop.exact.begin()
     loop.model(torch.randn(5, 6))
 
 
 def left_batch(loop):
     data = rows(16)
     sampler = loop.exact.sampler(data, 8)
+    iterations = []
     for _ in range(2):
-        inputs, _ = next(loop.exact.microbatches(DataLoader(data, batch_sampler=sampler)))
+        iterations.append(loop.exact.microbatches(DataLoader(data, batch_sampler=sampler)))
+        inputs, _ = next(iterations[-1])
         sampler.set_epoch(1)
-        loop.model(inputs).mean().backward()
+        loop.exact.weigh(loop.model(inputs).mean()).backward()
+
+
+def leaves_batch(loop):
+    data = rows(16)
+    sampler = loop.exact.sampler(data, 8)
+    for _ in range(2):
+        for inputs, _ in loop.exact.microbatches(DataLoader(data, batch_sampler=sampler)):
+            loop.exact.weigh(loop.model(inputs).mean()).backward()
+            break
+        sampler.set_epoch(1)
+
+
+def leaves_nested_batch(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+            break
+
+
+def steps_after_leaving(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+            break
+        loop.optimizer.step()
+
+
+def has_no_nested_backward(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            loop.model(inputs).mean().backward()
+
+
+def has_two_final_backwards(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            loss = loop.model(inputs).mean()
+            batch.backward(loss, retain_graph=True)
+            batch.backward(loss)
+
+
+def reads_early(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        assert batch.loss
+
+
+def evaluates_inside(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+            loop.exact.evaluate(rows(16), 8, loss=F.cross_entropy)
+
+
+def forgets_zero_grad(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+        loop.optimizer.step()
+
+
+def has_one_sample(loop):
+    for batch in loop.exact.batches(rows(9), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def diverges(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean() * float("nan"))
 
 
 def exhausted(loop):
     loop.exact.sampler(rows(16), 8)
-    loop.forward()
+    loop.exact.begin()
 
 
 def saves_early(loop):
-    loop.forward().backward()
+    loop.microbatch()
     loop.exact.state_dict()
+
+
+def has_closure(loop):
+    loop.optimizer.step(loop.step)
+
+
+def is_lbfgs(loop):
+    optimizer = torch.optim.LBFGS(loop.model.parameters())
+    loop.step()
+    optimizer.step(lambda: torch.zeros(()))
+
+
+def loader_of_its_own(loop):
+    for inputs, _ in loop.exact.microbatches(DataLoader(rows(16), batch_size=2, shuffle=True)):
+        loop.exact.weigh(loop.model(inputs).mean()).backward()
+
+
+def plain_loop(loop):
+    for inputs, _ in DataLoader(rows(16), batch_size=2, shuffle=True):
+        loop.model(inputs).mean().backward()
+        loop.optimizer.step()
 
 
 MISTAKES = {
     no_backward: "micro-batch 0 had no backward",
     second_backward: "a second backward began",
-    early_optimizer: r"rank 0, step 0: optimizer.step\(\) was called before the last micro-batch",
-    early_write: "parameters were changed before the last micro-batch",
+    early_optimizer: r"rank 0, step 0.*: optimizer.step\(\) was called before the last micro-batch",
+    early_write: "parameter 0.weight was written during forward or backward",
     no_zero_grad: r"gradients are left from before the step: call optimizer.zero_grad\(\)",
     draws: "random numbers were drawn between two micro-batches",
+    draws_from_numpy: "random numbers were drawn between two micro-batches",
+    draws_from_python: "random numbers were drawn between two micro-batches",
     divides: "divided by 41 on this number of ranks, which cannot be undone exactly",
     weighs_early: "between the model's forward and backward",
     weighs_some: "1 of 4 micro-batches have a weight",
     returns_nothing: "no tensor with a gradient in the object",
-    left_batch: "was left before its last micro-batch, in batch 0 of epoch 0",
+    left_batch: "batch 0 of epoch 0 was left before its last micro-batch",
+    leaves_batch: "the loop was left before the last micro-batch of the batch",
+    leaves_nested_batch: "the loop was left before the last micro-batch of the batch",
+    steps_after_leaving: "the loop was left before the last micro-batch of the batch",
+    has_no_nested_backward: r"backward\(loss\) was not called: write it instead of loss.backward",
+    has_two_final_backwards: "a second backward of the micro-batch: add its losses and call",
+    reads_early: "batch.loss is known after the loop over the batch",
+    evaluates_inside: r"exact.evaluate\(\) was called in the middle of a batch",
+    forgets_zero_grad: r"call optimizer.zero_grad\(\) once per batch",
+    has_one_sample: r"micro-batch \d holds one sample, and batch norm .* drop_last=True",
+    diverges: "the loss is nan",
     exhausted: "the sampler of ls.exact has yielded no other one",
     saves_early: "between two steps",
+    has_closure: r"call optimizer.step\(\) without a closure",
+    is_lbfgs: r"call optimizer.step\(\) without a closure",
+    loader_of_its_own: r"a DataLoader that ls.exact does not divide.*batch_sampler=exact.sampler\(",
+    plain_loop: "the gradients are those of this rank alone: iterate over exact.batches",
 }
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_is_one_sentence(mistake):
-    with pytest.raises(UsageError, match=MISTAKES[mistake]) as caught:
-        mistake(Mistakes())
+    loop = Mistakes()
+    with pytest.raises((UsageError, StateError, LossError), match=MISTAKES[mistake]) as caught:
+        mistake(loop)
+    loop.exact.finish("failed")
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -543,6 +676,7 @@ def test_a_model_that_cannot_be_exact_is_refused(make, said):
         ls.exact(make())
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_model_gets_one_handle():
     model = network()
     handle = ls.exact(model)
@@ -551,21 +685,21 @@ def test_a_model_gets_one_handle():
     assert handle.steps == 0
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_copy_of_a_model_takes_no_part():
     loop = Mistakes()
-    loop.forward().backward()
+    loop.microbatch()
     copied = copy.deepcopy(loop.model)
     copied(torch.randn(5, 6)).sum().backward()  # would be a micro-batch, after a draw
     assert copied[0].weight.grad is not None
     assert ls.exact(copied).steps == 0
+    loop.exact.finish("failed")
 
 
 def disagree(kind):
     """Train with one thing that differs between the ranks."""
     rank = dist.get_rank()
     model = network()
-    if kind == "not wrapped":
-        ls.exact(model)
     called = DistributedDataParallel(model)
     if kind == "hook":
         called.register_comm_hook(None, lambda state, bucket: None)
@@ -586,10 +720,9 @@ def disagree(kind):
     ("kind", "said"),
     [
         ("microbatches", "microbatches"),
-        ("batch_size", "batch_size=16.*rank 0 on .*batch_size=8"),
-        ("epoch", "batch 0 of epoch 1.*rank 0 on .*batch 0 of epoch 0"),
+        ("batch_size", "16 samples|batch_size=16"),
+        ("epoch", "rank 1 trains on batch 0 of epoch 1 while rank 0 trains on batch 0 of epoch 0"),
         ("hook", "a communication hook: leave it out"),
-        ("not wrapped", r"pass DistributedDataParallel\(model\)"),
     ],
 )
 def test_ranks_that_differ_are_told_apart(ranks, kind, said):

@@ -68,6 +68,6 @@ def test_the_line_of_an_epoch_waits_for_its_evaluation():
 def test_a_warning_is_written_once_wherever_it_comes_from():
     writer = Lines()
     history = History([writer])
-    history.warn(1, "rank 1, step 0: beware", show=False)
-    history.warn(2, "rank 2, step 5: beware", show=True)
+    history.warn(1, "rank 1, step 0", "beware", show=False)
+    history.warn(2, "rank 2, step 5", "beware", show=True)
     assert writer.lines == [("warning", {"rank": 1, "message": "rank 1, step 0: beware"})]

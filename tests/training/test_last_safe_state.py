@@ -169,6 +169,12 @@ def test_what_the_script_changes_before_a_step_prevents_the_hand_over(world_of_o
         if trainer.steps == 4:
             trainer.model[2].p *= 0.5
             assert not run.can_transfer_state
+        if trainer.steps == 5:
+            trainer.optimizer.state[trainer.module[0].weight]["exp_avg"].mul_(0.5)
+            assert not run.can_transfer_state
+        if trainer.steps == 6:
+            trainer.optimizer.state.clear()
+            assert not run.can_transfer_state
 
     train(tmp_path / "run", Member(), lose, checkpoint=config)
     assert possible == [("after", step, False) for step in range(1, 9)] + [("outside", 8, True)]

@@ -50,7 +50,7 @@ def make(results: list[Any], interval: int = 3, **options) -> ls.Trainer:
 
 def bits(trainer: ls.Trainer, results: list[Any]) -> list[Any]:
     rows = [(r.loss, str(r.norm), r.lr, r.loss_scale, r.is_skipped) for r in results]
-    ema = ls.digest(trainer._state.model_state(ema=True))
+    ema = ls.digest(trainer.engine.state.model_state(ema=True))
     return [rows, trainer.digest(), trainer.optimizer_digest(), ema]
 
 

@@ -217,6 +217,33 @@ def test_parameters_over_one_memory_are_refused_where_they_would_lose_it(ranks):
             assert "(2.weight = 0.weight)" in each
 
 
+def test_the_weight_that_spectral_norm_computes_may_be_shared(ranks):
+    def rank(storage):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+        options = {"microbatches": 4, "loggers": (), "storage": storage}
+        trainer = ls.Trainer(model, nn.MSELoss(), SGD, **options)
+        for _ in range(2):
+            trainer.step((torch.ones(8, 4), torch.zeros(8, 4)))
+        return trainer.digest()
+
+    (alone,) = ranks(rank, 1, "replicated")
+    assert ranks(rank, 2, "shared") == [alone] * 2
+
+
+def test_an_attribute_over_the_memory_of_a_parameter_is_named(ranks):
+    def rank():
+        model = nn.Linear(4, 4)
+        model.first_row = model.weight.data[0]
+        with pytest.raises(LayoutError) as raised:
+            ls.Trainer(model, nn.MSELoss(), SGD, storage="shared")
+        return str(raised.value)
+
+    for said in ranks(rank, 2):
+        assert "weight and first_row are different tensors over the same memory" in said
+        assert "delete first_row, or compute it in forward, or let one be a copy" in said
+
+
 class Sum(nn.Module):
     def __init__(self) -> None:
         super().__init__()

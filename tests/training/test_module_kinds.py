@@ -109,7 +109,7 @@ class Case:
         trainer.load_state_dict(trainer.state_dict())
         found.append(trainer.step((inputs[0], targets[0])))
         if trainer.ema_model is not None:
-            found.append(ls.digest(trainer._state.model_state(ema=True)))
+            found.append(ls.digest(trainer.engine.state.model_state(ema=True)))
         return [*found, trainer.digest()]
 
 

@@ -28,7 +28,7 @@ from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.elastic.restart_source import RestartSource
 from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher import tracebacks
-from lockstep.launcher.rank_process import describe_error
+from lockstep.launcher.rank_process import describe_error, take_failure_at_exit
 from lockstep.record.reader import read_run
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -212,7 +212,7 @@ def test_a_resumed_script_with_fewer_epochs_gets_no_digest_of_another_step(tmp_p
         "trainer.optimizer_digest() was not called here by rank 0 of the interrupted run, which "
         "iterates over batches of epoch 1 next, "
     )
-    resumed._end.finish_alone("done", None)
+    resumed.engine.end.finish_alone("done", None)
     record = read_run(folder)
     assert record.state == "failed"
     assert "digest" not in record.end
@@ -333,6 +333,26 @@ def test_a_checkpoint_that_is_written_while_a_step_fails_is_given_up(ranks, tmp_
     assert ranks(fail_while_writing, 1, tmp_path / how, how) == [("LossError", ["step-2"])]
 
 
+def test_a_finished_run_can_be_trained_longer_whatever_follows_its_loop(ranks, tmp_path, capfd):
+    """The weights are saved again, and the bits are those of a long run from the beginning."""
+
+    def run(folder, epochs):
+        trainer = build(folder, loggers=folder)
+        for epoch in range(epochs):
+            for batch in trainer.batches(data(), 16, epoch=epoch):
+                trainer.step(batch)
+        trainer.save_weights(tmp_path / "weights.safetensors")
+        evaluation = trainer.evaluate(data(), 16)
+        trainer.finish()
+        return trainer.digest(), evaluation, trainer.steps
+
+    assert ranks(run, 2, tmp_path / "run", 1)[0][2] == 3
+    assert ranks(run, 2, tmp_path / "run", 2) == ranks(run, 2, tmp_path / "longer", 2)
+    printed = capfd.readouterr().err
+    note = "the script trains longer than the interrupted run, which saves weights here"
+    assert printed.count(note) == 1
+
+
 def test_a_full_disk_ends_no_training(ranks, tmp_path):
     def run():
         trainer = build(tmp_path / "run", model=network(4000), loggers=tmp_path / "run")
@@ -351,9 +371,9 @@ def test_a_full_disk_ends_no_training(ranks, tmp_path):
         train_one(trainer)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-        said = message(trainer.finish)
+        trainer.finish()  # the rest of the script may be able to do without the disk
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        return said
+        return str(take_failure_at_exit())
 
     def train_one(trainer):
         for batch in trainer.batches(data(16), 16):
@@ -366,10 +386,52 @@ def test_a_full_disk_ends_no_training(ranks, tmp_path):
     assert warning.startswith("no checkpoint after step 2 (File too large); training continues")
     assert read_run(tmp_path / "run").state == "done"
     for said in ranks(fill, 2):  # the last one is an error on every rank, once all is recorded
-        assert said.startswith(
-            "FileError: rank 0: the checkpoint after step 1 could not be written"
-        )
-    assert read_run(tmp_path / "full").state == "failed"
+        assert said.startswith("rank 0: the checkpoint after step 1 could not be written")
+    full = read_run(tmp_path / "full")
+    assert full.state == "failed"
+    (warning,) = full.warnings
+    assert warning["message"] == (
+        "no checkpoint after step 1 (File too large); the script continues, and its process exits "
+        "with status 1, and there is no other one"
+    )
+
+
+FULL_DISK = """
+import resource, sys
+from functools import partial
+import torch
+import lockstep as ls
+
+ls.init()
+config = ls.CheckpointConfig(every_steps=100)
+loss, optimizer = torch.nn.MSELoss(), partial(torch.optim.SGD, lr=0.1)
+trainer = ls.Trainer(
+    torch.nn.Linear(200, 200), loss, optimizer, microbatches=2, checkpoint=config,
+    loggers="run", progress=False,
+)
+trainer.step((torch.ones(4, 200), torch.ones(4, 200)))
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+trainer.finish()
+resource.setrlimit(resource.RLIMIT_FSIZE, before)
+print("the rest of the script")
+"""
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_full_disk_at_the_end_is_the_exit_status_of_a_script_that_goes_on(tmp_path, is_launched):
+    (tmp_path / "train.py").write_text(FULL_DISK)
+    options: dict[str, Any] = {"timeout": 120, "cwd": tmp_path, "text": True}
+    if is_launched:
+        done = warm.run([*warm.LOCKSTEP, "run", "-n", "1", "train.py"], **options)
+    else:  # the status is set after the last handler of the interpreter
+        done = subprocess.run([sys.executable, "train.py"], capture_output=True, **options)
+    assert done.returncode == 1, done.stderr
+    assert "the rest of the script" in done.stdout
+    assert "no checkpoint after step 1 (File too large); the script continues" in done.stderr
+    assert "Traceback" not in done.stderr
+    if is_launched:
+        assert "the checkpoint after step 1 could not be written to" in done.stderr
 
 
 # --- stopping on request ------------------------------------------------------------------------

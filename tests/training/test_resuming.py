@@ -530,9 +530,9 @@ class Trap:
         Probe.trap = self
         writer = trainer._run._checkpoints.writer
         for owner, name, before, after in (
-            (trainer._steps._optimizer_step, "exchange_statuses", "exchange", ""),
+            (trainer._steps.optimizer_step, "exchange_statuses", "exchange", ""),
             (GradientReducer, "reduce", "reduction", ""),
-            (trainer._optimization, "step", "update", "committed"),
+            (trainer.engine.setup.optimization, "step", "update", "committed"),
             (writer, "_copy", "copying", ""),
             (writer_module, "_write_files", "writing", ""),
             (writer_module, "_complete", "renaming", "renamed"),

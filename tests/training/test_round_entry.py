@@ -98,6 +98,15 @@ def test_batches_of_the_script_are_split_anew(tmp_path: Path) -> None:
     require_same(disturbed, train(tmp_path / "undisturbed", [], steps=8, form="raw"))
 
 
+def test_processes_that_join_take_part_in_audits(tmp_path: Path) -> None:
+    plan: list[Any] = [["forward", [0], 1], ["forward", [1], 4]]
+    options: dict[str, Any] = {"steps": 16, "form": "nested", "audit": "1"}
+    disturbed = train(tmp_path / "run", plan, **options)
+    require_same(disturbed, train(tmp_path / "undisturbed", [], **options))
+    assert "audit" not in disturbed.output
+    assert any(line["joined"] for line in disturbed.rounds)
+
+
 POINTS = ["forward", "backward", "gather", "gathered", "prepared", "passed", "optimizer"]
 POINTS += ["stepped", "callback", "item", "sharing", "shared", "evaluation", "epoch"]
 OF_DATA, OF_NEWCOMERS = ("item", "evaluation", "epoch"), ("sharing", "shared")
@@ -107,7 +116,10 @@ OF_DATA, OF_NEWCOMERS = ("item", "evaluation", "epoch"), ("sharing", "shared")
 @pytest.mark.parametrize("seed", range(8))
 def test_random_kills_change_no_bit(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    full, form = draw.randint(2, 4), draw.choice(["step", "checkpoint", "attempts", "raw"])
+    full, form = (
+        draw.randint(2, 4),
+        draw.choice(["step", "checkpoint", "attempts", "raw", "nested"]),
+    )
     points = [each for each in POINTS if form != "raw" or each not in OF_DATA]
     plan: list[Any] = [["forward", [0], 1]]  # so that there are newcomers
     for _ in range(9):

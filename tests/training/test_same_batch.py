@@ -182,7 +182,7 @@ def test_a_rank_that_leaves_out_a_loaded_batch_is_named(ranks):
         return losses(trainer, kept)
 
     for *_, message in ranks(train, 2):
-        assert message.startswith("in step 1, rank 1 trains on batch 2 of epoch 0 from trainer")
+        assert message.startswith("in step 1, rank 1 trains on batch 2 of epoch 0 while")
         assert "while rank 0 trains on batch 1 of epoch 0" in message
 
 

@@ -4,6 +4,7 @@ import copy
 import os
 import signal
 import subprocess
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.checkpoint.folder import read_checkpoint
 from lockstep.comm import backend as native
 from lockstep.kernel.errors import LayoutError, RankError, UsageError, WorkError
 
@@ -357,15 +359,15 @@ def killed_at(point, folder):
     take_step(trainer)
     Dying.rank = 1
     if dist.get_rank() == 1 and point == "reduced":
-        trainer._optimization.sharded.local_gradients = kill
+        trainer.engine.setup.optimization.sharded.local_gradients = kill
     if dist.get_rank() == 1 and point in ("thawed", "loading"):
-        trainer._optimization.sharded._write_state = lambda whole: kill()
+        trainer.engine.setup.optimization.sharded._write_state = lambda whole: kill()
     told = "no error"
     try:
         trainer.load_state_dict(saved) if point == "loading" else take_step(trainer)
     except Exception as error:
         told = str(error)
-    has_state = trainer._state.is_whole()
+    has_state = trainer.engine.state.is_whole()
     state = f"{trainer.digest()} {trainer.optimizer_digest()}" if has_state else "torn torn"
     name = str(dist.get_rank())
     (folder / f"{name} in writing").write_text(f"{state} {told}")
@@ -392,7 +394,7 @@ def stopped_in(point, folder):
     """Stop rank 1 until the others have given it up and noted what they have."""
     trainer = trainer_of(True, model=thawing(), optimizer=ADAGRAD)
     take_step(trainer)
-    sharded, rank = trainer._optimization.sharded, dist.get_rank()
+    sharded, rank = trainer.engine.setup.optimization.sharded, dist.get_rank()
     method = "local_gradients" if point == "reduced" else "_step_pieces"
     original = getattr(sharded, method)
 
@@ -408,7 +410,7 @@ def stopped_in(point, folder):
     with pytest.raises(Exception, match=r"."):
         take_step(trainer)
     (folder / str(rank)).touch()
-    is_whole = trainer._state.is_whole()
+    is_whole = trainer.engine.state.is_whole()
     return is_whole and (trainer.digest(), trainer.optimizer_digest())
 
 
@@ -450,10 +452,10 @@ def test_an_error_of_the_optimizer_is_told_until_a_state_is_loaded(ranks, tmp_pa
             with pytest.raises(WorkError, match="only partly updated by a step") as raised:
                 act()
             told.append(str(raised.value))
-        assert not trainer._state.is_whole()
+        assert not trainer.engine.state.is_whole()
         assert not (tmp_path / "weights.safetensors").exists()
         trainer.load_state_dict(saved)
-        assert trainer._state.is_whole()
+        assert trainer.engine.state.is_whole()
         for group in trainer.optimizer.param_groups:
             group["fails_at"] = -1
         trainer.step(labelled(16).tensors)
@@ -488,3 +490,179 @@ def share_large_model():
 def test_the_memory_of_the_whole_parameters_is_returned(ranks):
     for returned in ranks(share_large_model, 2, backend="lockstep"):
         assert returned > 0.5
+
+
+# --- what a script changes in the state ------------------------------------------------------
+
+
+def clear(optimizer):
+    optimizer.state.clear()
+
+
+def replace(optimizer):
+    optimizer.state = defaultdict(dict)
+
+
+def load_nothing(optimizer):
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+
+def forget_each(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+
+
+def forget_the_last_group(optimizer):
+    """Has one parameter, so other ranks have no piece of it."""
+    for parameter in optimizer.param_groups[-1]["params"]:
+        del optimizer.state[parameter]
+
+
+def forget_momenta(optimizer):
+    for state in optimizer.state.values():
+        del state["exp_avg"], state["exp_avg_sq"], state["step"]
+
+
+def zero_momenta(optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def halve_momenta_of_the_last_group(optimizer):
+    for parameter in optimizer.param_groups[-1]["params"]:
+        optimizer.state[parameter]["exp_avg"].mul_(0.5)
+
+
+def assign_momenta(optimizer):
+    for parameter, state in optimizer.state.items():
+        state["exp_avg"] = torch.full_like(parameter, 0.25).detach()
+        state["step"] = state["step"] + 3
+
+
+EDITS = [
+    clear, replace, load_nothing, forget_each, forget_the_last_group, forget_momenta, zero_momenta,
+    halve_momenta_of_the_last_group, assign_momenta,
+]  # fmt: skip
+
+
+def in_storage(storage):
+    """Make a trainer with a group of one small parameter."""
+    torch.manual_seed(3)
+    config = ls.OptimizerConfig(
+        partial(optim.AdamW, lr=0.01),
+        parameter_groups=lambda name, p: {"lr": 0.05 if name == "3.bias" else 0.01},
+    )
+    options = {"microbatches": 4, "loggers": [], "storage": storage}
+    return ls.Trainer(small(), nn.CrossEntropyLoss(), config, **options)
+
+
+def edited(storage):
+    """Return, for each edit, digests after it, after loading its state, and after a step."""
+    found = []
+    for edit in EDITS:
+        trainer, other = in_storage(storage), in_storage(storage)
+        for _ in range(2):
+            trainer.step(labelled().tensors)
+        edit(trainer.optimizer)
+        seen = [trainer.optimizer_digest()]
+        other.load_state_dict(trainer.state_dict())
+        for each in (trainer, other):
+            each.step(labelled().tensors)
+            seen += [each.digest(), each.optimizer_digest()]
+        found.append((edit.__name__, seen))
+    return found
+
+
+def test_what_a_script_changes_in_the_state_is_seen_as_in_replicated_storage(ranks):
+    (plain,) = ranks(edited, 1, "replicated")
+    assert [seen[1:3] for _, seen in plain] == [seen[3:] for _, seen in plain]
+    for n, storage in [(2, "shared"), (3, "shared"), (2, "sharded")]:
+        for found in ranks(edited, n, storage):
+            assert found == plain, (n, storage)
+
+
+def edited_and_read_on_rank_0():
+    trainer = in_storage("shared")
+    trainer.step(labelled().tensors)
+    zero_momenta(trainer.optimizer)
+    if dist.get_rank() == 0:  # the other ranks publish their pieces when they begin the step
+        trainer.optimizer_digest()
+    trainer.step(labelled().tensors)
+    return trainer.digest(), trainer.optimizer_digest()
+
+
+def edited_and_saved(storage, folder):
+    """Return the optimizer's state in the checkpoint of a step after which it was changed."""
+    torch.manual_seed(3)
+    checkpoint = ls.CheckpointConfig(folder=folder, every_steps=2, keep=5)
+    options = {"microbatches": 4, "storage": storage, "checkpoint": checkpoint, "loggers": []}
+    trainer = ls.Trainer(small(), nn.CrossEntropyLoss(), partial(optim.AdamW, lr=0.01), **options)
+    for epoch in range(2):
+        for batch in trainer.batches(labelled(), 16, seed=3, epoch=epoch):
+            trainer.step(batch)
+            if trainer.steps == 2:
+                assign_momenta(trainer.optimizer)
+    trainer.finish()
+    (path,) = folder.glob("**/step-2")
+    state = read_checkpoint(path)["optimizer"]
+    entries = {f"{name}/{key}": one for name, own in state.items() for key, one in own.items()}
+    return ls.digest(entries)
+
+
+def changed_alone(change):
+    trainer = in_storage("shared")
+    trainer.step(labelled().tensors)
+    change(trainer.optimizer)
+    with pytest.raises(ls.LockstepError) as caught:
+        trainer.step(labelled().tensors)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def on_rank_1(optimizer):
+    if dist.get_rank() == 1:
+        zero_momenta(optimizer)
+
+
+def keep_something_new(optimizer):
+    for state in optimizer.state.values():
+        state["new"] = torch.zeros(())
+
+
+def change_a_dtype(optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].double()
+
+
+def change_one_piece(optimizer):
+    if dist.get_rank() == 0:
+        clear(optimizer)
+    else:
+        zero_momenta(optimizer)
+
+
+def test_one_rank_may_read_a_state_that_all_have_changed(ranks):
+    found = ranks(edited_and_read_on_rank_0, 2)
+    assert found[0] == found[1]
+
+
+def test_a_checkpoint_has_what_a_script_has_changed_in_the_state(ranks, tmp_path):
+    (plain,) = ranks(edited_and_saved, 1, "replicated", tmp_path / "plain")
+    assert ranks(edited_and_saved, 3, "shared", tmp_path / "shared") == [plain] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (on_rank_1, "rank 1 is publishing the script's changes of the optimizer's state while"),
+        (keep_something_new, "UsageError: rank 0: AdamW added 'new' to its state after its first"),
+        (
+            change_a_dtype,
+            "UsageError: rank 0: the state 'exp_avg' has the shape (3,) and the dtype",
+        ),
+        (change_one_piece, "UsageError: the script has changed the optimizer's state of a part of"),
+    ],
+)
+def test_a_change_of_the_state_that_cannot_be_shared_is_refused_on_every_rank(ranks, change, said):
+    for error in ranks(partial(changed_alone, change), 2):
+        assert said in error, error

@@ -285,7 +285,7 @@ class Listener(StepHook, StepObserver):
 def test_observers_get_the_losses_that_are_reported():
     model, listener = nn.Linear(6, 3), Listener()
     trainer = make_trainer(model)
-    trainer._steps._optimizer_step.hooks.append(listener)
+    trainer._steps.optimizer_step.hooks.append(listener)
     with trainer.manual_step() as step:
         for data in step.microbatches(torch.randn(19, 6)):
             step.backward(model(data).square().sum() / 19, share=1)

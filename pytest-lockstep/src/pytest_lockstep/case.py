@@ -18,7 +18,11 @@ from dataclasses import dataclass, field, replace
 
 from lockstep.launcher.channel import write_memfd
 from lockstep.launcher.environment import RankEnvironment
-from lockstep.launcher.failure_attribution import find_first_failure, is_consequence
+from lockstep.launcher.failure_attribution import (
+    find_first_failure,
+    is_consequence,
+    make_report,
+)
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch import function_task
 from lockstep.launcher.listening_socket import LOOPBACK
@@ -199,15 +203,11 @@ class _Watch:
                 outcome.was_terminated = True
             is_early = outcome.status == 0 and not outcome.returned and not outcome.was_terminated
             if is_early and outcome.error is None:
-                outcome.error = {
-                    "time": outcome.when,
-                    "type": "SystemExit",
-                    "message": f"rank {rank} exited with status 0 in the middle of the test "
-                    f"(os._exit, or another program in its place)",
-                    "where": "",
-                    "traceback": "",
-                    "plain": True,
-                }
+                said = (
+                    f"rank {rank} exited with status 0 in the middle of the test (os._exit, or "
+                    "another program in its place)"
+                )
+                outcome.error = make_report("SystemExit", said) | {"time": outcome.when}
 
     def _handle_failures(self) -> None:
         """After the first failure, record where the others are; let failed ranks tear down."""

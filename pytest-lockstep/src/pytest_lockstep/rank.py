@@ -18,7 +18,6 @@ import os
 import pdb
 import pickle
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
@@ -26,6 +25,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from lockstep.launcher.failure_attribution import make_report
 from lockstep.launcher.rank_process import (
     describe_error,
     receive_from_launcher,
@@ -212,17 +212,7 @@ def _drop_inner_frames(frames: TracebackType | None) -> TracebackType | None:
 
 def _fail(sentence: str) -> NoReturn:
     """Report a failure that is not the test's own exception, and exit."""
-    report_to_launcher(
-        {
-            "kind": "error",
-            "time": time.monotonic(),
-            "type": "Failed",
-            "message": sentence,
-            "where": "",
-            "traceback": "",
-            "plain": True,
-        }
-    )
+    report_to_launcher(make_report("Failed", sentence))
     sys.exit(1)
 
 

@@ -30,11 +30,18 @@ from lockstep.audit.microbatch_results import combine_hashes, find_damaged, hash
 from lockstep.audit.repetition_trace import (
     RepetitionTrace,
     StateWatch,
-    explain_state,
     find_difference,
-    join_names,
+    read_changes,
 )
-from lockstep.audit.verdict import Computation, Verdict, explain_split, judge
+from lockstep.audit.verdict import (
+    Computation,
+    Verdict,
+    explain_processor,
+    explain_program,
+    find_blame,
+    join_names,
+    judge,
+)
 from lockstep.data.assignment import ReplicaShare
 from lockstep.data.microbatch import align_tensors, clone_tensors, split_batch
 from lockstep.kernel.batch import Batch, Microbatch
@@ -296,35 +303,41 @@ class Audit(StepHook):
         self._verdict = judge(self._computations)
         if not self._verdict.is_single:
             self._repeat_as("trace", step)
+        culprit = self._verdict.culprit
+        assert culprit is not None  # of a single wrong result
         # The owner has computed the right results in this attempt.
-        module, changed = self._find_damage(step)
-        self._finding = finding = self._describe_fault(step, module)
-        if changed:
-            finding["message"] += f" (or the model depends on {changed}, which forward changes)"
+        module, changed = self._find_damage(step, culprit)
+        count = self._corrections[culprit.rank] + 1
+        place = f"step {step.number}, micro-batch {self._plan.microbatch}"
+        where = "" if module is None else f" in {module}"
+        times = "" if count == 1 else f", its fault number {count}"
+        cause = f" (or the model depends on {changed}, which forward changes)" if changed else ""
+        message = (
+            f"{place}: {culprit.place} computed a wrong result{where}{times}; the result that "
+            f"others computed took its place{cause}"
+        )
+        self._finding = self._describe_fault(
+            step, culprit, module, None, message, is_corrected=True
+        )
 
     def _repeat_as(self, mode: Mode, step: StepContext) -> None:
         self._mode, self._is_repeating = mode, True
         raise RepeatStep(f"{step.where}: the step is computed again, to {mode}")
 
-    @property
-    def _culprit(self) -> Computation | None:
-        return None if self._verdict is None else self._verdict.culprit
-
-    def _find_damage(self, step: StepContext) -> tuple[str | None, str]:
+    def _find_damage(self, step: StepContext, culprit: Computation) -> tuple[str | None, str]:
         """Return where a fault showed first, and what else could have been the reason.
 
         Returns:
             The module in whose backward it showed; None if it is not known. The names of what
             forward changes in Python, on which the results may depend.
         """
-        assert self._culprit is not None
         assert self._watch is not None
         hashes = self._hashes.get(self._plan.microbatch, [])
         mine = find_damaged(*hashes[:2]) if len(hashes) > 1 else None
         about = f"locating a fault {step.label.about}"
         message = json.dumps([mine, join_names(self._watch.list_changes())]).encode()
         messages = self._parallel.messages.gather(message, about)
-        module, changed = json.loads(messages[self._culprit.rank])
+        module, changed = json.loads(messages[culprit.rank])
         return class_name(self._modules[""]) if module == "" else module, changed
 
     def _conclude(self, step: StepContext) -> NoReturn:
@@ -343,57 +356,48 @@ class Audit(StepHook):
         messages = parallel.messages.gather(mine, about)
         owner, repeater = messages[plan.owner], messages[plan.repeater]
         difference = find_difference(owner, repeater)
-        is_fault = difference is None or difference.is_fault
-        if verdict.kind == "state" or not is_fault:
-            place = f"rank {plan.owner}, step {step.number}, micro-batch {plan.microbatch}"
-            raise StateError(f"{place}: {explain_state(owner, difference)}")
-        if verdict.kind == "split":
+        blame = find_blame(verdict.votes, difference.evidence)
+        place = f"step {step.number}, micro-batch {plan.microbatch}"
+        if blame == "program":
+            changed = read_changes(owner)
+            reason = explain_program(difference.where, difference.evidence, changed)
+            raise StateError(f"rank {plan.owner}, {place}: {reason}")
+        reason = explain_processor(blame, place, verdict, self._computations, difference.where)
+        ranks = {computation.rank for computation in self._computations}
+        culprit = verdict.culprit
+        if blame == "several" and len(ranks) == 1:
+            culprit = self._computations[0]._replace(core=-1)  # of all its cores
+        if culprit is None:
             raise WorkError(
-                explain_split(
-                    f"step {step.number}, micro-batch {plan.microbatch}",
-                    self._computations,
-                    "" if difference is None else difference.where,
-                    ", and no third one could decide which: continue from the last checkpoint "
-                    "without these cores, or with a third rank",
-                )
+                f"{reason}, and no third one could decide which: continue from the last "
+                "checkpoint without these cores, or with a third rank"
             )
-        module = operator = None
-        if difference is not None:
-            module, operator = difference.module, difference.operator
-        finding = self._describe_fault(step, module, operator, is_corrected=False)
+        module, operator = difference.module, difference.operator
+        finding = self._describe_fault(step, culprit, module, operator, reason, is_corrected=False)
         self._record(finding)
         if self._leave is not None:
-            self._leave(finding["rank"], f"{finding['message']}; the process ends")
+            self._leave(culprit.rank, f"{reason}; the process ends")
             raise RepeatStep(f"{step.where}: the step is computed again without a rank")
         raise WorkError(
-            f"{finding['message']}. Its other results of this step are wrong, too, so no rank has "
-            "taken the step: continue from the last checkpoint without this core, or on another "
-            "host"
+            f"{reason}. Its other results of this step are wrong, too, so no rank has taken the "
+            "step: continue from the last checkpoint without this core, or on another host"
         )
 
     def _describe_fault(
         self,
         step: StepContext,
+        culprit: Computation,
         module: str | None,
-        operator: str | None = None,
+        operator: str | None,
+        message: str,
         *,
-        is_corrected: bool = True,
+        is_corrected: bool,
     ) -> dict[str, Any]:
         """Return the fields of the finding about a fault."""
-        plan, culprit = self._plan, self._culprit
-        assert culprit is not None
+        found = culprit.describe_fault(step.number, self._plan.microbatch, message)
         count = self._corrections[culprit.rank] + 1
-        place = "" if module is None else f" in {module}"
-        how = place if operator is None else f"{place} ({operator})"
-        times = "" if count == 1 else f", its fault number {count}"
-        end = "; the result that others computed took its place" if is_corrected else ""
-        often = "a wrong result" if is_corrected else "wrong results, again and again"
-        message = (
-            f"step {step.number}, micro-batch {plan.microbatch}: {culprit.place} computed "
-            f"{often}{how}{times}{end}"
-        )
-        found = {"module": module, "operator": operator, "corrected": is_corrected, "count": count}
-        return culprit.describe_fault(step.number, plan.microbatch, message) | found
+        fields = {"module": module, "operator": operator, "corrected": is_corrected, "count": count}
+        return found | fields
 
     def _send(self, step: StepContext, value: Any, source: int, doing: str) -> Any:
         """Return the value of rank `source`, on every rank; None if it cannot be pickled."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -27,13 +28,15 @@ from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_plan import plan_audit
 from lockstep.audit.microbatch_results import combine_hashes, find_damaged
 from lockstep.audit.recorded_call import CannotRepeatError, RecordedCall
-from lockstep.audit.repetition_trace import (
-    RepetitionTrace,
-    explain_state,
-    find_difference,
+from lockstep.audit.repetition_trace import RepetitionTrace, find_difference, read_changes
+from lockstep.audit.verdict import (
+    Computation,
+    explain_processor,
+    explain_program,
+    find_blame,
     join_names,
+    judge,
 )
-from lockstep.audit.verdict import Computation, explain_split, judge
 from lockstep.kernel.errors import LockstepError, StateError, WorkError
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.messages import log
@@ -44,6 +47,25 @@ from lockstep.processor_core import find_core, on_another_core, on_core
 __all__ = ["SEVERAL_CALLS", "CallAudit", "raise_failure"]
 
 SEVERAL_CALLS = "the model is called several times per micro-batch"
+
+
+@dataclass(frozen=True)
+class _Votes:
+    """The computations of a call whose results differ.
+
+    Attributes:
+        computations: That of the loop, and three repetitions, on both cores in turn.
+        here: Returns a context on the core of the loop.
+        there: Returns a context on the other core.
+        changed: The names of what has changed in Python, for messages; "" if nothing has.
+        is_dependent: Whether the result was seen to depend on what was computed before.
+    """
+
+    computations: Sequence[Computation]
+    here: Callable[[], AbstractContextManager[Any]]
+    there: Callable[[], AbstractContextManager[Any]]
+    changed: str
+    is_dependent: bool
 
 
 class CallAudit:
@@ -166,15 +188,17 @@ class CallAudit:
         Args:
             fresh: A function that returns a context in which the model has fresh buffers.
         """
-        self._fresh, failure = fresh, None
+        self._fresh = fresh
+        failure = None
         if not self._can_repeat():
             return None
         assert self._own is not None
         with self._recording():
             first = self._hashes
-            if (again := self._repeat(on_another_core())).bits != self._own.bits:
+            again = self._repeat(on_another_core())
+            if again.bits != self._own.bits:
                 damaged = find_damaged(first, self._hashes)
-                failure = self._explain([self._own, again], damaged)
+                failure = self._explain(self._vote(self._own, again), damaged)
         while self._sharded is not None and self._sharded.find_any(False):
             self._compute(nullcontext())  # a rank needs all others to explain its results
         self._recorded = None
@@ -212,42 +236,57 @@ class CallAudit:
         bits, self._hashes = combine_hashes(hashes), hashes
         return Computation(self._rank, platform.node(), find_core(), bits, is_repeated)
 
-    def _explain(
-        self, computations: list[Computation], damaged: str | None
-    ) -> LockstepError | None:
+    def _explain(self, votes: _Votes, damaged: str | None) -> LockstepError | None:
         """Return the error about results that differ; None if it was one wrong result."""
+        place = f"step {self._step}, micro-batch {self._chosen}"
+        verdict = judge(votes.computations)
+        if verdict.is_single and verdict.culprit is not None and not votes.is_dependent:
+            return self._report(place, verdict.culprit, damaged, votes.changed)
+        encoded = self._trace(votes)
+        difference = find_difference(encoded, encoded)
+        blame = find_blame(verdict.votes, difference.evidence, is_dependent=votes.is_dependent)
+        if blame == "program":
+            changed = read_changes(encoded)
+            reason = explain_program(difference.where, difference.evidence, changed)
+            return StateError(f"rank {self._rank}, {place}: {reason}")
+        computations = votes.computations
+        reason = explain_processor(blame, place, verdict, computations, difference.where)
+        cores = "this core" if blame == "one" else "these cores"
+        message = f"{reason}: continue from the last checkpoint without {cores}"
+        culprit = verdict.culprit or computations[0]._replace(core=-1)  # of both cores
+        finding = culprit.describe_fault(self._step, self._chosen, message)
+        finding |= {"module": difference.module, "operator": difference.operator}
+        self.say(message, finding | {"count": self._corrections + 1})
+        return WorkError(message)
+
+    def _vote(self, first: Computation, again: Computation) -> _Votes:
+        """Repeat the call on both cores, then after other calls, which shows hidden state."""
         assert self._recorded is not None
         watch = self._recorded.watch
-        here, there = (partial(on_core, one.core) for one in computations)
-        computations += [again := self._repeat(here()), self._repeat(there())]
+        here, there = partial(on_core, first.core), partial(on_core, again.core)
+        repeated = self._repeat(here())
+        computations = [first, again, repeated, self._repeat(there())]
         changed = join_names(watch.list_changes())
-        verdict, place = judge(computations), f"step {self._step}, micro-batch {self._chosen}"
         # Repetitions in a row agree if each begins with what the one before it has kept.
         with watch.restored():
-            as_then = self._repeat(here()).bits
-        is_state = verdict.kind == "state" or as_then == computations[0].bits != again.bits
-        if not is_state:
+            as_then = self._repeat(here())
+        is_dependent = as_then.bits == first.bits != repeated.bits
+        if judge(computations).votes != "state" and not is_dependent:
             self._call_otherwise()
-            is_state = self._repeat(here()).bits != again.bits
-        if verdict.is_single and verdict.culprit is not None and not is_state:
-            return self._report(place, verdict.culprit, damaged, changed)
+            is_dependent = self._repeat(here()).bits != repeated.bits
+        return _Votes(computations, here, there, changed, is_dependent)
+
+    def _trace(self, votes: _Votes) -> bytes:
+        """Repeat the call on both cores, as at first and after another call, with its operators."""
+        assert self._recorded is not None
+        watch = self._recorded.watch
         trace = RepetitionTrace(self._modules, lambda: None, watch)
         with watch.restored(), trace.recording(self._chosen):
-            self._repeat(here())
+            self._repeat(votes.here())
         self._call_otherwise()
         with trace.recording(self._chosen):
-            self._repeat(there())
-        encoded = trace.encode(self._chosen)
-        difference = find_difference(encoded, encoded)
-        where = "" if difference is None else difference.where
-        end = ": continue from the last checkpoint without"
-        is_fault = difference is not None and difference.is_fault
-        if verdict.kind == "fault" and is_fault and verdict.culprit is not None:
-            culprit = verdict.culprit.place
-            return WorkError(f"{place}: {culprit} computed wrong results{where}{end} this core")
-        if is_state or not (difference is None or is_fault):
-            return StateError(f"rank {self._rank}, {place}: {explain_state(encoded, difference)}")
-        return WorkError(explain_split(place, computations, where, f"{end} these cores"))
+            self._repeat(votes.there())
+        return trace.encode(self._chosen)
 
     def _report(
         self, place: str, culprit: Computation, damaged: str | None, changed: str

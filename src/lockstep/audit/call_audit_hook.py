@@ -34,6 +34,7 @@ class CallAuditHook(StepHook):
         find_calls: A function that returns the calls of the current step that can be watched, on
             this rank.
         record: A function that records a finding, given its fields.
+        who: What calls the model of a step without stages, in messages.
     """
 
     name = "calls"
@@ -45,9 +46,11 @@ class CallAuditHook(StepHook):
         position: Position,
         find_calls: Callable[[], Sequence[WatchedCalls]],
         record: Callable[[Mapping[str, Any]], None],
+        who: str = "trainer.manual_step()",
     ) -> None:
         self._config, self._parallel = config, parallel
         self._position, self._find_calls, self._record = position, find_calls, record
+        self._who = who
         self.first, self.every = config.limits
         self._audits: dict[tuple[str, ...], CallAudit] = {}
         self._found: list[Mapping[str, Any]] = []
@@ -75,12 +78,12 @@ class CallAuditHook(StepHook):
     def _find_audit(self, step: StepContext, calls: WatchedCalls) -> CallAudit:
         def say(message: str, finding: Mapping[str, Any] | None) -> None:
             if finding is None:
-                step.warnings.append(f"{step.where}: {message}")
+                step.warn(step.where, message)
             else:
                 self._found.append(finding)
 
         name, rank = tuple(calls.modules), self._parallel.rank
-        who = f"stage {calls.stage}" if self._parallel.stages > 1 else "trainer.manual_step()"
+        who = f"stage {calls.stage}" if self._parallel.stages > 1 else self._who
         if name not in self._audits:
             call, position = (calls.call, calls.modules, calls.scopes), self._position
             self._audits[name] = CallAudit(self._config, rank, *call, position, who, calls.sharded)
@@ -107,12 +110,14 @@ class CallAuditHook(StepHook):
             RepeatStep: Gradients contain a wrong result.
         """
         found = summary.hooks[self.name] if summary.failure is None else []
-        for finding in found:
-            if "error" in finding:
-                raise_failure(*finding["error"])
-        if any(finding["corrected"] for finding in found):
-            for finding in found:
-                self._record(finding)
+        findings = [entry for entry in found if "error" not in entry]
+        errors = [entry["error"] for entry in found if "error" in entry]
+        is_wrong = any(finding["corrected"] for finding in findings)
+        for finding in findings if errors or is_wrong else ():
+            self._record(finding)
+        if errors:
+            raise_failure(*errors[0])
+        if is_wrong:
             raise RepeatStep(f"{step.where}: the step is computed again, after a wrong result")
 
     def report(self, committed: CommittedStep) -> None:

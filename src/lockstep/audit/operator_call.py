@@ -48,6 +48,8 @@ class OperatorCall:
             backward the line of the operator that is being differentiated. "" if unknown.
         earlier: For each tensor that the call overwrote and that covers only a part of its memory,
             the index of the call that last wrote to that memory, if any. Not compared by `==`.
+        is_opaque: Whether it may depend on values that are not recorded, such as the constants of a
+            compiled graph. Not compared by `==`.
     """
 
     operator: str
@@ -63,6 +65,7 @@ class OperatorCall:
     producers: tuple[int, ...] = field(default=(), compare=False)
     source: str = ""
     earlier: tuple[int, ...] = field(default=(), compare=False)
+    is_opaque: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Literal
 
 from lockstep.audit.operator_call import OperatorCall
 
-__all__ = ["OperatorDifference", "first_operator_difference"]
+__all__ = ["OperatorDifference", "first_operator_difference", "is_constant"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def first_operator_difference(
             side.partners[index] = other
         if _first_unequal(a[i].outputs, b[j].outputs) is None:
             continue
-        if _is_constant(a[i]):  # only matters if an operator with another result reads it
+        if is_constant(a[i]):  # only matters if an operator with another result reads it
             for side, index in zip(sides, (i, j), strict=True):
                 side.constants.add(index)
             continue
@@ -189,7 +189,7 @@ def _find_origin(
     return None
 
 
-def _is_constant(call: OperatorCall) -> bool:
+def is_constant(call: OperatorCall) -> bool:
     """Return whether a call makes a tensor from values that come from outside torch."""
     is_made_from_nothing = not (call.inputs or call.arguments or any(call.generator))
     return is_made_from_nothing and call.phase != "data"

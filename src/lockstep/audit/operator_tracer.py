@@ -199,6 +199,7 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
             producers=producers,
             source=site.source,
             earlier=earlier,
+            is_opaque=schema.is_opaque,
         )
         self.calls.append(call)
         return result

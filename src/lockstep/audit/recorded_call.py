@@ -98,6 +98,7 @@ class RecordedCall:
                 raise CannotRepeatError(f"an input of the model is a {type(value).__name__}")
         tensors = [*self._named.values(), *tree_leaves(arguments)]  # a stage may have no parameters
         devices = (value.device for value in tensors if isinstance(value, torch.Tensor))
+        # Whose generators are seeded; a model is on one device.
         self._device = next(devices, torch.device("cpu"))
         self._state = self._read_state()
         is_cached = torch.is_autocast_cache_enabled()

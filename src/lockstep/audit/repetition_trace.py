@@ -16,8 +16,13 @@ from typing import Any
 from torch import nn
 
 from lockstep.audit.operator_call import OperatorCall
-from lockstep.audit.operator_difference import first_operator_difference
+from lockstep.audit.operator_difference import (
+    OperatorDifference,
+    first_operator_difference,
+    is_constant,
+)
 from lockstep.audit.operator_tracer import OperatorTracer
+from lockstep.audit.verdict import Evidence, describe_difference
 from lockstep.model.call_site import class_name
 from lockstep.pipeline.python_state import find_python_state
 
@@ -25,19 +30,12 @@ __all__ = [
     "RepetitionTrace",
     "StateWatch",
     "TraceDifference",
-    "explain_state",
     "find_difference",
-    "join_names",
+    "read_changes",
 ]
 
-LISTED = 3
-"""The number of changed attributes that a message names."""
-
-ADVICE = (
-    "register a buffer for what forward keeps, with a rule in lockstep_buffer_rules; draw from "
-    "torch's default generator, which is seeded for each micro-batch; or pass audit=False to train "
-    "with bits that depend on the layout"
-)
+TORCHS = ("aten.", "prims.")
+"""The namespaces of torch's own operators, which are deterministic in a step."""
 
 
 class StateWatch:
@@ -133,60 +131,56 @@ class TraceDifference:
     """The operator that made two computations differ.
 
     Attributes:
-        is_fault: Whether it got the same values both times.
+        evidence: What it says about the cause.
         module: The module that called it; None outside of modules.
-        operator: Its name.
+        operator: Its name; None if no operator was found.
         source: The line of the user's program.
     """
 
-    is_fault: bool
+    evidence: Evidence
     module: str | None
-    operator: str
+    operator: str | None
     source: str
 
     @property
     def where(self) -> str:
-        """The operator, its module and its line, for messages."""
-        module = "" if self.module is None else f" of {self.module}"
-        line = f" ({self.source})" if self.source else ""
-        return f", first in {self.operator}{module}{line}"
+        """The operator, its module and its line, for messages; "" if there is none."""
+        if self.operator is None:
+            return ""
+        return describe_difference(self.operator, self.module, self.source)
 
 
-def find_difference(owner: bytes, repeater: bytes) -> TraceDifference | None:
+NOTHING = TraceDifference("none", None, None, "")
+"""No operator with another result was found."""
+
+
+def find_difference(owner: bytes, repeater: bytes) -> TraceDifference:
     """Return the operator that made the owner's computations differ, or those of two ranks."""
     runs: list[list[OperatorCall]] = [*pickle.loads(owner)[0], *pickle.loads(repeater)[0][1:]]
     first, *others = runs
     for other in others:
-        if (difference := first_operator_difference(first, other)) is None:
+        difference = first_operator_difference(first, other)
+        if difference is None:
             continue
         call = first[difference.a] if difference.a is not None else other[difference.b or 0]
-        return TraceDifference(
-            difference.kind == "output" and call.generator == (0, 0),
-            call.unit or None,
-            call.operator,
-            call.source,
-        )
-    return None
+        evidence = _weigh(difference, call)
+        return TraceDifference(evidence, call.unit or None, call.operator, call.source)
+    return NOTHING
 
 
-def explain_state(owner: bytes, difference: TraceDifference | None) -> str:
-    """Return the sentence about a computation that depends on more than its inputs."""
-    where = "" if difference is None else difference.where
-    again = f"computed again with the same inputs, weights, buffers and seeds, it differs{where}"
-    if difference is not None and difference.is_fault:
-        return (
-            f"{again}, which got the same inputs every time, and returned other values: the "
-            "operator is not deterministic, or this processor core is faulty"
-        )
-    names = join_names(pickle.loads(owner)[1])
-    cause = f"; {names} changed meanwhile" if names else ""
-    return (
-        f"{again}{cause}. The bits of the training would depend on which rank computes which "
-        f"micro-batch: {ADVICE}"
-    )
+def _weigh(difference: OperatorDifference, call: OperatorCall) -> Evidence:
+    """Return what a difference between two calls of an operator says about its cause."""
+    # Other values that the program made, as in torch.tensor(self.count), are no result.
+    if difference.kind != "output" or is_constant(call):
+        return "program"
+    # An operator that may draw random numbers got the same state of the generator: otherwise the
+    # difference is of the kind "generator".
+    is_torchs = call.operator.startswith(TORCHS)
+    is_known = all(call.inputs) and not call.is_opaque
+    return "processor" if is_torchs and is_known else "either"
 
 
-def join_names(names: Sequence[str]) -> str:
-    """Return the first of some names, and the number of the others, for messages."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
+def read_changes(encoded: bytes) -> list[str]:
+    """Return the names of what has changed in Python, from `RepetitionTrace.encode`."""
+    changed: list[str] = pickle.loads(encoded)[1]
+    return changed

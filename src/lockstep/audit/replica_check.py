@@ -80,6 +80,7 @@ class ReplicaCheck(StepHook):
         modules: The model and the other modules that a step calls, by their names in messages.
         optimizer_state: A function that returns the state of the optimizer by name.
         record: A function that records a finding, given its fields.
+        shared: The parameters in memory that all ranks share, of which there is no other copy.
     """
 
     name = "replicas"
@@ -91,9 +92,11 @@ class ReplicaCheck(StepHook):
         modules: Mapping[str, nn.Module],
         optimizer_state: Callable[[], Mapping[str, Any]],
         record: Callable[[Mapping[str, Any]], None],
+        shared: Sequence[nn.Parameter] = (),
     ) -> None:
         self._config, self._parallel, self._modules = config, parallel, modules
         self._optimizer_state, self._record = optimizer_state, record
+        self._shared = {*map(id, shared)}
         self.first, self.every = config.limits
         self._finding: dict[str, Any] | None = None
 
@@ -168,7 +171,8 @@ class ReplicaCheck(StepHook):
         for root, module in self._modules.items():
             for named in (module.named_parameters, module.named_buffers):
                 for name, tensor in named(prefix=root):
-                    values[name] = tensor
+                    if id(tensor) not in self._shared:
+                        values[name] = tensor
         values |= self._optimizer_state()
         # Without what only another stage has.
         return {

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from lockstep.launcher.failure_attribution import STOPPED
+from lockstep.launcher.failure_codes import STOPPED
 
 __all__ = ["Finish", "StopRequest", "StoppedOnRequest", "end_call", "stopping"]
 

@@ -28,9 +28,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 __all__ = [
+    "ALL_OTHERS",
     "PAGE_BYTES",
     "Activity",
     "State",
+    "Waited",
     "Waiting",
     "follow_page",
     "publish",
@@ -45,7 +47,8 @@ ENTRY_BYTES = 1024
 TEXT_BYTES = 992
 ENTRY = struct.Struct(f"<QqII{TEXT_BYTES}sQ")
 LAST_CALL, LAST_CALL_AT = struct.Struct("<IiqQQ16s48s"), 2048
-CURRENT_WAIT, CURRENT_WAIT_AT = struct.Struct("<IIq512s"), 2304
+CURRENT_WAIT, CURRENT_WAIT_AT = struct.Struct("<IIqi512s"), 2304
+ALL_OTHERS = -1  # the smallest number that says who is waited for
 NUMBER_AT = 4088
 ATTEMPTS = 4  # at a consistent copy of a page that is being written
 
@@ -73,6 +76,7 @@ class Activity:
         wait: The call in which a thread has been sleeping since `wait_since`; "" for none.
         wait_since: The time at which that wait began; 0 for none.
         is_main_thread_waiting: Whether the sleeping thread is the main thread.
+        awaited: The rank that the thread waits for, `ALL_OTHERS`, or None if it does not say.
     """
 
     number: int = 0
@@ -85,6 +89,7 @@ class Activity:
     wait: str = ""
     wait_since: float = 0.0
     is_main_thread_waiting: bool = False
+    awaited: int | None = None
 
     @property
     def changes(self) -> tuple[int, int]:
@@ -171,21 +176,34 @@ def publish_microbatch(step: int, microbatch: int) -> None:
     publish(f"micro-batch {microbatch} of {about}")
 
 
+class Waited:
+    """The time that this process has spent in `Waiting`.
+
+    Attributes:
+        seconds: The sum; read it twice, and take the difference.
+    """
+
+    seconds = 0.0
+
+
 class Waiting:
     """A context in which the main thread waits for other ranks."""
 
-    __slots__ = ("_text",)
+    __slots__ = ("_begun", "_text")
 
     def __init__(self, text: str) -> None:
         self._text = text
+        self._begun = 0.0
 
     def __enter__(self) -> None:
         """Publish that the wait begins."""
+        self._begun = time.perf_counter()
         publish(self._text, State.WAITING)
 
     def __exit__(self, *error: object) -> None:
         """Publish that the wait has ended."""
         publish(self._text, State.FINISHED)
+        Waited.seconds += time.perf_counter() - self._begun
 
 
 def read_own_activity() -> Activity:
@@ -215,7 +233,7 @@ def parse_page(page: bytes) -> Activity:
         return Activity()
     number, text, state, since = max(_parse_entry(page, 0), _parse_entry(page, ENTRY_BYTES))
     call_sequence, peer, begun, call, count, op, group = LAST_CALL.unpack_from(page, LAST_CALL_AT)
-    sequence, in_main, wait_since, wait = CURRENT_WAIT.unpack_from(page, CURRENT_WAIT_AT)
+    sequence, in_main, wait_since, awaited, wait = CURRENT_WAIT.unpack_from(page, CURRENT_WAIT_AT)
     has_call = bool(call_sequence) and call_sequence % 2 == 0
     waits = sequence % 2 == 0 and wait_since > 0
     return Activity(
@@ -229,6 +247,7 @@ def parse_page(page: bytes) -> Activity:
         wait=_decode(wait) if waits else "",
         wait_since=wait_since / 1e9 if waits else 0.0,
         is_main_thread_waiting=waits and bool(in_main),
+        awaited=awaited if waits and awaited >= ALL_OTHERS else None,
     )
 
 

@@ -35,6 +35,8 @@ NAME = "lockstep"
 its DistributedDataParallel does not ask the backend for the memory of its buckets. torch also
 confuses two custom backends in one group."""
 
+MAX_LOCAL_RANKS = 64  # of one group in shared memory: kMaxRanks in csrc/core/layout.h
+
 _worlds = 0  # how many default groups the store of the current one has had before it
 
 _forked_from: int | None = None
@@ -42,7 +44,10 @@ _forked_from: int | None = None
 
 
 def register() -> None:
-    """Register the backend "lockstep" for CPU tensors; may be called repeatedly."""
+    """Register the backend "lockstep"; may be called repeatedly.
+
+    It carries CPU tensors. Those on CUDA devices are passed on to Gloo, as Gloo's own groups do.
+    """
     try:
         import torch.distributed as dist
 
@@ -50,7 +55,8 @@ def register() -> None:
             return
         os.register_at_fork(after_in_child=_note_fork)
         # `devices` is a list, because torch would iterate over the letters of a string.
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        devices = ["cpu", "cuda"]
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
     except Exception:  # an error here would break `import torch`
         return
 
@@ -120,7 +126,8 @@ def _create(options: Any, _given: Any = None) -> Any:
     ranks = list(options.global_ranks_in_group)
     store = _open_store(options, ranks)
     hosts = find_hosts(store, options.group_rank, options.group_size, options.timeout)
-    if hosts is not None and len({identity for identity, _ in hosts}) > 1:
+    hosts = _limit_hosts(hosts or [("", "localhost")] * options.group_size)
+    if len({identity for identity, _ in hosts}) > 1:
         from lockstep.comm.hosts.process_group import create_across_hosts
 
         return create_across_hosts(
@@ -134,6 +141,21 @@ def _create(options: Any, _given: Any = None) -> Any:
         name=options.group_id,
         ranks=ranks,
     )
+
+
+def _limit_hosts(hosts: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the hosts of the ranks; ranks that a group in shared memory can't hold get others.
+
+    Args:
+        hosts: The identity and the name of the host of each rank.
+    """
+    ranks_on: dict[str, int] = {}
+    limited = []
+    for identity, name in hosts:
+        part = ranks_on.get(identity, 0) // MAX_LOCAL_RANKS
+        ranks_on[identity] = ranks_on.get(identity, 0) + 1
+        limited.append((f"{identity} {part}", name) if part else (identity, name))
+    return limited
 
 
 def _open_store(options: Any, ranks: list[int]) -> Any:

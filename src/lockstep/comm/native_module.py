@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -43,13 +44,15 @@ _refusal = ""  # why this process refuses calls and new groups; "" if it does no
 @functools.cache
 def load_native() -> ModuleType:
     """Return the native module; raise BindingError if there is none for this process."""
+    from lockstep.comm.backend_errors import BackendError, PeerLostError
     from lockstep.comm.native.binding import (
         load_binding,  # here: `import torch` imports this module
     )
 
     native = load_binding()
     native.set_where(where)
-    native.set_argument_error(ArgumentError)
+    native.set_connect_gloo(_connect_gloo)
+    native.set_error_types(argument=ArgumentError, backend=BackendError, lost=PeerLostError)
     follow_page(native.set_activity_page)
     return native
 
@@ -109,6 +112,15 @@ def refuse_calls(reason: str) -> None:
 def refusal() -> str:
     """Return why this process refuses calls; "" if it does not."""
     return _refusal
+
+
+def _connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Connect the ranks of a host over Gloo; the native module calls this."""
+    from lockstep.comm.hosts.connections import (
+        connect_on_host,  # here: `import torch` imports this module
+    )
+
+    return connect_on_host(store, rank, size, timeout)
 
 
 def where(thread: int) -> str:

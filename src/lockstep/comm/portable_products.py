@@ -8,6 +8,7 @@ The native module replaces them by its own (`csrc/core/gemm.h`):
 | `mm`, `bmm`, `addmm`, `baddbmm`, `addmv` in all forms | float32, float64, bfloat16 |
 | `convolution`, `convolution_backward`: 2D, not transposed, one group | float32, float64 |
 | `sqrt`, `asin`, `acos`, `atan`, `tan`, `pow(x, 0.5)` | float32, float64 |
+| `lstm`, of sequences that are not packed: without oneDNN | all |
 
 `linear`, `matmul`, `einsum` and `conv2d` end in these operators; autograd and autocast are above
 them.

@@ -101,7 +101,7 @@ def _gather(
     group: dist.ProcessGroup | None,
 ) -> list[list[torch.Tensor]]:
     """Return the gradients of every rank, in the order of its header of (number, rows)."""
-    device = next(iter(models.values())).device
+    device = next(iter(models.values())).device  # of all parameters
     sizes = [[_sizes(models[n], rows) for n, rows in header] for header in headers]
     width = max(sum(map(sum, of_rank)) for of_rank in sizes)
     message = torch.zeros(width, dtype=torch.uint8, device=device)

@@ -127,7 +127,7 @@ def _describe(batch: BatchIdentity) -> str:
         return f"a batch with checksum {batch.checksum}"
     if batch.position < 0:
         return "a batch from a driver"
-    return f"batch {batch.position} of epoch {batch.epoch} from trainer.batches"
+    return f"batch {batch.position} of epoch {batch.epoch}"
 
 
 def _batch_difference(theirs: BatchIdentity, ours: BatchIdentity, rank: int, other: int) -> str:
@@ -142,10 +142,10 @@ def _batch_difference(theirs: BatchIdentity, ours: BatchIdentity, rank: int, oth
     if (theirs.epoch, theirs.position) != (ours.epoch, ours.position):
         return (
             f"rank {rank} trains on {_describe(theirs)} while rank {other} trains on "
-            f"{_describe(ours)}: pass the same batches to trainer.step on every rank, and skip a "
-            "batch on all ranks or on none"
+            f"{_describe(ours)}: take a step on the same batches on every rank, and skip a batch "
+            "on all ranks or on none"
         )
     return (
         f"rank {rank} trains on {_describe(theirs)} with a different order of the samples than "
-        f"rank {other}: pass the same dataset, seed and sampler to trainer.batches on every rank"
+        f"rank {other}: pass the same dataset, seed and sampler on every rank"
     )

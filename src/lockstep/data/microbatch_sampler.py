@@ -40,6 +40,7 @@ __all__ = [
     "LoadedHere",
     "MicrobatchConsumer",
     "MicrobatchSampler",
+    "MicrobatchSource",
     "PlannedMicrobatch",
     "SeededIndices",
 ]
@@ -77,6 +78,26 @@ class MicrobatchConsumer(Protocol):
 
     def plan(self, microbatch: PlannedMicrobatch) -> None:
         """Expect a micro-batch after those that were planned before."""
+
+
+class MicrobatchSource(Protocol):
+    """What yields micro-batches, and tells consumers before it loads them.
+
+    Attributes:
+        epoch: The epoch of the next iteration.
+        start: The first batch of the next iteration.
+        settings: The arguments, which ranks compare.
+    """
+
+    epoch: int
+    start: int
+    settings: str
+
+    def attach(self, consumer: MicrobatchConsumer) -> None:
+        """Tell a consumer which micro-batches follow."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
 
 
 class LoadedHere:
@@ -341,7 +362,7 @@ class MicrobatchSampler(Sampler[list[int]]):
         if self._share.replica == 0 and self._repeats:
             advice = "call set_epoch(epoch) of exact.sampler(...) before each epoch"
             self._has_warned = True
-            log(describe_repetition(self.epoch, advice, sys._getframe()))
+            log(": ".join(describe_repetition(self.epoch, advice, sys._getframe())))
 
 
 def _permute(

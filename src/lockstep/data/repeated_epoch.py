@@ -10,8 +10,8 @@ from lockstep.launcher.stacks import is_user_code
 __all__ = ["describe_repetition"]
 
 
-def describe_repetition(epoch: int, advice: str, frame: FrameType | None) -> str:
-    """Return the warning as "PLACE: SENTENCE".
+def describe_repetition(epoch: int, advice: str, frame: FrameType | None) -> tuple[str, str]:
+    """Return the place and the sentence of the warning.
 
     Args:
         epoch: The number of the epoch.
@@ -23,7 +23,5 @@ def describe_repetition(epoch: int, advice: str, frame: FrameType | None) -> str
     place = "a loop"
     if frame is not None:
         place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return (
-        f"{place}: epoch {epoch} is trained again, with the same order and augmentation as before: "
-        f"{advice}"
-    )
+    again = f"epoch {epoch} is trained again, with the same order and augmentation as before"
+    return place, f"{again}: {advice}"

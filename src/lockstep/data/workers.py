@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.map_dataset import Item
 from lockstep.data.microbatch import align_tensors, map_tensors
 from lockstep.data.shared_batch import remedy, share_batch
+from lockstep.foreign_messages import LOADER_TIMEOUT
 from lockstep.kernel.errors import SampleError
 from lockstep.kernel.seeds import isolated
 from lockstep.messages import log
@@ -140,7 +141,7 @@ def _wait_for_item(items: Iterator[Item], timeout: float) -> Item | None:
         try:
             return next(items, None)
         except RuntimeError as error:
-            if "timed out" not in str(error):
+            if LOADER_TIMEOUT not in str(error):
                 raise
             if time.monotonic() >= end:
                 raise SampleError(

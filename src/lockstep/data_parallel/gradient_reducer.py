@@ -46,6 +46,8 @@ from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.local_sums import LocalSums
 from lockstep.data_parallel.parameter_shards import Shards
 from lockstep.data_parallel.planned_buckets import BucketPlanner, PlannedBuckets, StepTree
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.tree import Node
 
 __all__ = ["GradientReducer"]
 
@@ -69,6 +71,8 @@ class GradientReducer:
         shards: The pieces of the parameters, whose sums each rank gets; None for whole gradients.
         modules: Modules whose backward hooks may read `.grad`.
         sparse: The parameters whose gradients may be sparse; empty with `shards`.
+        keeps_sums: Whether this rank's sums are kept until the step is committed, because another
+            rank may be lost. They are then copied into the buckets, and not exchanged in backward.
 
     Attributes:
         is_observed: Whether `hash_current` is called after each micro-batch; of no importance here.
@@ -83,13 +87,16 @@ class GradientReducer:
         shards: Shards | None = None,
         modules: Iterable[torch.nn.Module] = (),
         sparse: Collection[torch.Tensor] = (),
+        *,
+        keeps_sums: bool = False,
     ) -> None:
         self._parameters = list(parameters)
+        self._keeps_sums = keeps_sums
         self._sparse = {n for n, (_, parameter) in enumerate(parameters) if parameter in sparse}
         self._planner = BucketPlanner(self._parameters, group, shards)
         is_native = reason_unavailable() is None
         self._add_natively = load_native().accumulate_gradients if is_native else None
-        self._streams = GradientStreams(parameters[0][1].device if parameters else None)
+        self._streams = GradientStreams(_find_device(self._parameters))
         self._tracker = BucketReadyTracker(
             [parameter for _, parameter in parameters], self._on_gradient, modules
         )
@@ -135,13 +142,32 @@ class GradientReducer:
         if self._is_planned:
             self._prepare(self._expected)
         buckets = self._buckets
-        destinations = {} if buckets is None else buckets.destinations
+        destinations = {} if buckets is None or self._keeps_sums else buckets.destinations
         self._local = local = LocalSums(
             self._parameters, self._sparse, leaves, destinations, self._add_natively
         )
         if self._is_planned and buckets is not None:
+            announce = None if self._keeps_sums else announce
             self._exchange = BucketExchange(buckets, local, self._streams, announce)
         return local
+
+    def resume(
+        self, sums: LocalSums | None, leaves: int, nodes_by_rank: Sequence[Sequence[Node]]
+    ) -> LocalSums:
+        """Continue a step with the sums of an earlier attempt at it.
+
+        Args:
+            sums: What `begin` returned in that attempt; None if this rank has made none.
+            leaves: The number of micro-batches of the batch.
+            nodes_by_rank: The nodes that each rank holds at the end of the step.
+        """
+        self.clear()
+        self._tree = StepTree(leaves, nodes_by_rank)
+        if sums is None:
+            natively = self._add_natively
+            sums = LocalSums(self._parameters, self._sparse, leaves, {}, natively)
+        self._local = sums
+        return sums
 
     def clear(self) -> None:
         """Empty `.grad` of every parameter, and discard the accumulated gradients."""
@@ -307,7 +333,7 @@ class GradientReducer:
 
     def _prepare(self, indices: Sequence[int]) -> PlannedBuckets:
         """Return buckets for these parameters: those of the step before, if they are the same."""
-        key = self._is_planned, self._tree.leaves, *indices
+        key = self._is_planned, self._tree, *indices
         buckets = self._buckets
         if buckets is None or buckets.key != key:
             buckets = self._buckets = None  # free the old memory first
@@ -407,3 +433,21 @@ def _list_used(mask: str) -> list[int]:
     """Return the indices of the parameters in a used-parameter mask."""
     bits = int(mask, 16)
     return [index for index in range(bits.bit_length()) if bits >> index & 1]
+
+
+def _find_device(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> torch.device | None:
+    """Return the device of all parameters; None if there are none.
+
+    Raises:
+        UsageError: They are on several devices, whose gradients cannot be added together.
+    """
+    first: dict[torch.device, str] = {}
+    for name, parameter in parameters:
+        first.setdefault(parameter.device, name)
+    if len(first) > 1:
+        (device, name), (other, another) = list(first.items())[:2]
+        raise UsageError(
+            f"the parameter {name} is on {device}, and {another} on {other}: move the model to one "
+            "device, or let its parts be pipeline stages"
+        )
+    return next(iter(first), None)

@@ -10,7 +10,7 @@ import torch
 from lockstep.comm.memory_format import in_format_of, is_in_format_of
 from lockstep.comm.sparse_gradients import add_sparse
 from lockstep.kernel.errors import GradientError
-from lockstep.kernel.tree import Node, left_siblings
+from lockstep.kernel.tree import Node, TreeAccumulator, add_present, left_siblings
 
 __all__ = ["LocalSums"]
 
@@ -57,6 +57,16 @@ class LocalSums:
         self._siblings: list[GradientList] | None = None
         self._node: Node = (0, 0)
         self._values: GradientList = []
+
+    def fold(self) -> None:
+        """Add nodes to their siblings, also if these came first, so that the largest ones are held.
+
+        Micro-batches that follow a lost rank's come in another order.
+        """
+        accumulator = TreeAccumulator[GradientList](self._leaves, _add_lists)
+        for node in sorted(self.complete):
+            accumulator.put(node, self.complete[node])
+        self.complete = accumulator.nodes
 
     @property
     def is_accumulating(self) -> bool:
@@ -188,6 +198,13 @@ class LocalSums:
         destination = self._find_destination(index)
         out = last if destination is None else destination
         self._values[index] = torch.add(last, value, out=out)
+
+
+def _add_lists(left: GradientList, right: GradientList) -> GradientList:
+    return [
+        add_sparse(one, two) if one is not None and one.is_sparse else add_present(one, two)
+        for one, two in zip(left, right, strict=True)
+    ]
 
 
 def _is_usual(gradient: torch.Tensor | None, parameter: torch.Tensor) -> bool:

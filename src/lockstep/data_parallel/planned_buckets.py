@@ -100,7 +100,7 @@ class BucketPlanner:
                 bucket,
                 tree.nodes_by_rank,
                 tree.leaves,
-                self.parameters[bucket.members[0].index][1].device,
+                self.parameters[bucket.members[0].index][1].device,  # of all parameters
                 self.group,
                 cuts=[] if shards is None else shards.find_cuts(bucket),
                 is_device_shared=self._is_device_shared,
@@ -131,7 +131,7 @@ class PlannedBuckets:
         planner: BucketPlanner,
         tree: StepTree,
         indices: Sequence[int],
-        key: tuple[int, ...],
+        key: tuple[object, ...],
     ) -> None:
         self._planner, self.key = planner, key
         buckets = planner.plan(indices)

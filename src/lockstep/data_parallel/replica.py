@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lockstep.data_parallel.scatter import SplitGradient, list_tensors
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
 from lockstep.model.forward import compute_loss, explain_batch_norm
 from lockstep.model.generator_states import set_state_of_torch, state_of_torch
@@ -141,6 +141,6 @@ class Replica:
             with nullcontext() if is_cpu else torch.accelerator.device_index(self.device.index):
                 yield
         except BaseException as error:
-            if "micro-batch" not in str(error):
+            if not isinstance(error, LockstepError):  # whose messages name the place
                 error.add_note(f"in {self.label}")
             raise

@@ -108,7 +108,7 @@ def gather(
     """
     devices = {index: part.device for index, part in parts.items()}
     moved = {index: part.detach().to(device) for index, part in parts.items()}
-    first = next(iter(moved.values()))
+    first = next(iter(moved.values()))  # every micro-batch returns the same dtype
     if first.dim() == 0 and first.is_floating_point():
         mean = _compute_mean(moved, shares, leaves).to(first.dtype)
         return mean, lambda gradient, index: gradient.to(devices[index]) * shares[index]

@@ -14,6 +14,7 @@ Lockstep's.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from lockstep.data_parallel.block_inputs import find_reordered_sum
 from lockstep.data_parallel.planned_buckets import BucketPlanner, StepTree
 from lockstep.data_parallel.tree_reduce_scatter import CallOrder, TreeReduceScatter
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.tree import TreeAccumulator
 from lockstep.launcher.malloc import return_large_blocks
 from lockstep.sharded_tensors import is_sharded, local_part
@@ -192,9 +194,15 @@ class ShardedGradients:
                 states.add(unit.state)
                 self._units.append(unit)
                 unit.install()
+        self._require_one_dtype()
         self._sums = TreeAccumulator[Gradients](1, _add_lists)
         self._roots: list[tuple[Any, int]] = []  # the outputs from which backward began
-        module.register_forward_hook(torch.compiler.disable(self._watch_outputs))
+        # First, before torch gathers the parameters.
+        begin_call: Any = torch.compiler.disable(self._begin_call)
+        module.register_forward_pre_hook(begin_call, prepend=True)
+        module.register_forward_hook(torch.compiler.disable(self._end_call))
+        if dist.get_rank() > 0:  # torch warns of outputs that are views, alike on every rank
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         return_large_blocks()  # gathered parameters, and the whole model before it was divided
 
     def begin(
@@ -202,10 +210,24 @@ class ShardedGradients:
     ) -> ShardedGradients:
         """Start a step and empty `.grad`; the arguments are those of `GradientReducer.begin`."""
         self.clear()
+        for unit in self._units:  # which may be gathered: `ls.exact` begins a step in a call
+            unit.begin_step()
+        self._require_one_dtype()
         self._is_open = True
         self._leaves = leaves // self._shards
         self._sums = TreeAccumulator(self._leaves, _add_lists)
         return self
+
+    def _require_one_dtype(self) -> None:
+        """Raise UsageError if gradients that torch exchanges together have different dtypes."""
+        for unit in self._units:
+            dtypes = sorted(map(str, unit.find_dtypes()))
+            if len(dtypes) > 1:
+                raise UsageError(
+                    f"{unit.name} has parameters of several dtypes ({', '.join(dtypes)}), whose "
+                    "gradients are exchanged together: convert them to one dtype, or let them be "
+                    "in different blocks, each of which is sharded by itself"
+                )
 
     def clear(self) -> None:
         """Empty `.grad` of every parameter, and discard the accumulated gradients."""
@@ -220,10 +242,26 @@ class ShardedGradients:
         for unit in self._units:
             unit.end_microbatch()
 
-    def _watch_outputs(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+    def reshard(self) -> None:
+        """Free the parameters that are gathered, so that the next call gathers their new values.
+
+        torch keeps those of the whole model after a call that no backward pass follows, such as an
+        evaluation, and does not gather them again, even if the shards have been written to.
+        """
+        for unit in self._units:
+            unit.reshard()
+
+    def _begin_call(self, _module: nn.Module, _inputs: Any) -> None:
+        """Free what an earlier call of the model has left, before the parameters are gathered."""
+        if not is_in_backward():  # which computes activations again, with the same parameters
+            self.reshard()
+
+    def _end_call(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
         """Note the outputs of the model that get a gradient."""
         if torch.is_grad_enabled():
             self._roots = []
+        else:
+            self.reshard()
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 output.register_hook(partial(self._note_root, output.grad_fn, output.output_nr))
@@ -235,6 +273,13 @@ class ShardedGradients:
         """Return why the gradients of a micro-batch differ from those of the whole model, or ""."""
         if failure := find_hook(self._parameters):  # also one that was added since
             return failure
+        switched = [number for unit in self._units for number in unit.find_switched()]
+        if switched:
+            return (
+                f"requires_grad of the parameter {self._parameters[switched[0]][0]} has changed "
+                "while the micro-batches of a step were computed, which ranks do at different "
+                "times: change it between two steps, on all ranks"
+            )
         for unit in self._units:
             for number in unit.find_written():
                 return (
@@ -294,6 +339,7 @@ class ShardedGradients:
         root.reset_iter_state()
         for unit in self._units:
             unit.end_microbatch()
+            unit.find_switched()
         self._roots = []
         self._hashes.clear()
 
@@ -335,7 +381,7 @@ class ShardedGradients:
         """
         grads = [local_part(p.grad) for _, p in self._parameters if p.grad is not None]
         first = [grad.reshape(-1)[:SAMPLED].clone().view(torch.uint8) for grad in grads]
-        return torch.cat([torch.empty(0, dtype=torch.uint8, device=grads[0].device), *first])
+        return torch.cat(first) if first else torch.empty(0, dtype=torch.uint8)
 
     def reduce(self, mask: str, statuses: Sequence[bytes] = ()) -> None:
         """Set `.grad` of every parameter to this rank's shard of the sum over all micro-batches."""

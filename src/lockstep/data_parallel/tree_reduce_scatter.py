@@ -26,6 +26,7 @@ from torch import nn
 
 from lockstep.comm.activity import Waiting
 from lockstep.comm.collectives import all_gather_bytes
+from lockstep.data_parallel.named_all_gather import NamedAllGather
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import add_present, total
 
@@ -49,6 +50,9 @@ class CallOrder:
 
 class TreeReduceScatter:
     """The reduce-scatter of the parameters of one sharded module, or of several in one group.
+
+    It has many attributes: what is known of each whole parameter between its gathering and the end
+    of a micro-batch, which torch's own objects do not keep.
 
     Args:
         name: The name of the module, for messages.
@@ -83,6 +87,9 @@ class TreeReduceScatter:
         self._used = [False] * len(self._parts)
         self._present: list[bool] | None = None
         self._watched: set[int] = set()  # the parameters whose gradients are noted
+        # Which parameters were trained when they were gathered, now and first in the step.
+        self._trained: dict[int, bool] = {}
+        self._trained_first: dict[int, bool] = {}
         self._versions: dict[int, int] = {}  # of the whole parameters
         self._allocations = 0
 
@@ -93,6 +100,8 @@ class TreeReduceScatter:
         for module in self.state._modules:
             module.register_forward_pre_hook(note)
         if self._parts:
+            for group in self.state._fsdp_param_groups:
+                group._all_gather_comm = NamedAllGather(self.name, group._all_gather_comm)
             self._module.set_custom_reduce_scatter(self)
             self._module.set_gradient_divide_factor(1.0)
             self._module.set_force_sum_reduction_for_comms(True)
@@ -100,6 +109,17 @@ class TreeReduceScatter:
             self._module.set_reduce_scatter_unused_params(True, recurse=False)
         if self._has_copies:
             self._module.set_requires_all_reduce(False, recurse=False)
+
+    def begin_step(self) -> None:
+        """Begin a step."""
+        self._trained_first = {}
+
+    def reshard(self) -> None:
+        """Free the parameters of the group if they are gathered."""
+        self._keep_switches()
+        self._trained = {}
+        for module in self.state._modules:
+            module.reshard()
 
     def end_microbatch(self) -> list[int]:
         """End a micro-batch; return the parameters without a gradient on any rank."""
@@ -121,19 +141,66 @@ class TreeReduceScatter:
                 self._versions[index] = part.unsharded_param._version
         return [self._numbers[index] for index in before if before[index] != self._versions[index]]
 
+    def find_switched(self) -> list[int]:
+        """Return the parameters that were frozen or thawed since the first micro-batch of a step.
+
+        Each rank has added other micro-batches by then.
+        """
+        switched = self._keep_switches()
+        for index, is_trained in self._trained.items():
+            if self._trained_first.setdefault(index, is_trained) != is_trained:
+                switched.append(self._numbers[index])
+        self._trained = {}
+        return switched
+
+    def _keep_switches(self) -> list[int]:
+        """Return the parameters that were frozen or thawed while they were gathered.
+
+        What `module.parameters()` then has is the gathered parameter; torch forgets what is set
+        there, and takes the value of the shard the next time.
+        """
+        switched = []
+        for index, was_trained in self._trained.items():
+            part = self._parts[index]
+            if part.unsharded_param.requires_grad != was_trained:
+                part.sharded_param.requires_grad_(not was_trained)
+            if part.sharded_param.requires_grad != was_trained:
+                switched.append(self._numbers[index])
+        return switched
+
+    def find_dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of the parameters that are trained."""
+        return {
+            part.sharded_param.dtype for part in self._parts if part.sharded_param.requires_grad
+        }
+
+    def _list_members(self) -> list[int]:
+        """Return the parameters whose gradients torch passes in this micro-batch.
+
+        Not those whose shard requires a gradient: a script may have changed that since.
+        """
+        return [
+            index
+            for index, part in enumerate(self._parts)
+            if self._used[index]
+            or (hasattr(part, "_unsharded_param") and part.unsharded_param.requires_grad)
+        ]
+
     def _note_call(self, _module: nn.Module, _inputs: Any) -> None:
         """Note a call, and watch the whole parameters, which torch has gathered for it."""
         self._calls.note(self._number)
         for index, part in enumerate(self._parts):
             self._versions.setdefault(index, part.unsharded_param._version)
+            self._trained.setdefault(index, part.unsharded_param.requires_grad)
             if part.unsharded_param.requires_grad and index not in self._watched:
                 self._watched.add(index)
                 note = partial(self._note_gradient, index)
                 part.unsharded_param.register_post_accumulate_grad_hook(note)
 
     def _note_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:  # frozen since forward, which `find_switched` tells
+            return
         self._used[index] = True
-        assert parameter.grad is not None
         self._note(self._numbers[index], parameter.grad)
 
     # --- called by torch ----------------------------------------------------------------------
@@ -151,14 +218,16 @@ class TreeReduceScatter:
             )
         if self._allocations == 1:
             return torch.empty(*size, dtype=dtype, device=device)
-        shards = torch.empty(*size, dtype=self._parts[0].sharded_param.dtype, device=device)
+        # Of the parameters that are trained: the others may have a dtype of their own.
+        members = [self._parts[index] for index in self._list_members()]
+        (kind,) = {part.sharded_param.dtype for part in members}
+        shards = torch.empty(*size, dtype=kind, device=device)
         if self._has_copies:
-            self._set_gradients(shards)
+            self._set_gradients(shards, members)
         return shards
 
-    def _set_gradients(self, shards: torch.Tensor) -> None:
+    def _set_gradients(self, shards: torch.Tensor, trained: Sequence[Any]) -> None:
         """Let `.grad` be this rank's shards, as torch does if it adds them over all copies."""
-        trained = [part for part in self._parts if part.sharded_param.requires_grad]
         lengths = [part.padded_sharded_param_size.numel() for part in trained]
         for part, vector in zip(trained, shards.split(lengths), strict=True):
             rows = vector[: part.sharded_size.numel()].view(part.sharded_size)
@@ -177,16 +246,24 @@ class TreeReduceScatter:
 
         Raises:
             DisagreementError: The ranks have called other modules.
+            UsageError: They train other parameters of this one. Both are raised on every rank.
         """
         about = f"adding the gradients of {self.name} after the calls {self._calls}"
-        flags = all_gather_bytes(bytes(self._used), about, group)
-        columns = [*zip(*flags, strict=True)]
+        trained = self._list_members()
+        is_trained = [index in trained for index in range(len(self._parts))]
+        mine = bytes([*self._used, *is_trained])
+        flags = all_gather_bytes(mine, about, group)
+        if any(rank[len(self._parts) :] != mine[len(self._parts) :] for rank in flags):
+            raise UsageError(
+                f"the ranks train different parameters of {self.name} in the same turn of "
+                "micro-batches: change requires_grad between two steps, on all ranks"
+            )
+        columns = [*zip(*(rank[: len(self._parts)] for rank in flags), strict=True)]
         self._present = [any(column) for column in columns]
         received = torch.empty_like(input_tensor)
         with Waiting(f"reduce_scatter of the gradients of {self.name}"):
             dist.all_to_all_single(received, input_tensor, group=group)
         rows = [row.to(output_tensor.dtype) for row in received.chunk(len(flags))]
-        trained = [n for n, part in enumerate(self._parts) if part.sharded_param.requires_grad]
         if all(all(columns[index]) for index in trained):
             output_tensor.copy_(_add(rows))
             return

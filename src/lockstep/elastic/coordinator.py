@@ -240,10 +240,12 @@ class ElasticCoordinator:
             for member in alive
         ):
             self._restart()
-        elif self._round.noticed is not None and not any(
+        elif not any(
             self._ranks.has_begun(member) or member in self._round.reports for member in alive
         ):  # nobody has an operation to report yet: they may be waiting in `init`
-            if time.time() - self._round.noticed >= REPORT_TIMEOUT:
+            noticed = self._round.noticed
+            is_late = noticed is not None and time.time() - noticed >= REPORT_TIMEOUT
+            if is_late or self._ranks.stores.is_lost:
                 self._restart()
         elif self._round.lost and has_to_be_replaced([*self._round.reports.values()]):
             self._replace_silent_members([*self._round.reports.values()])
@@ -259,7 +261,7 @@ class ElasticCoordinator:
             self._restart()
 
     def _plan(self, reports: Sequence[Report]) -> None:
-        is_ending = self._is_stopping or bool(self._round.done)
+        is_ending = self._is_stopping or bool(self._round.done) or self._ranks.stores.is_lost
         plan = plan_round(
             reports,
             [] if is_ending else self._newcomers.ready,
@@ -273,7 +275,7 @@ class ElasticCoordinator:
             self._execute(plan)
 
     def _execute(self, plan: Plan) -> None:
-        if isinstance(plan, Continue):
+        if isinstance(plan, Continue) and not self._ranks.stores.is_lost:
             self._continue(plan)
         elif isinstance(plan, RestartTransfer):
             folder = self._restarts.states.begin_transfer()
@@ -327,6 +329,8 @@ class ElasticCoordinator:
     def _fill_up(self) -> None:
         """Start and announce newcomers, or announce that members have to leave."""
         if self._restarts.next or self._transfer or self._round.lost or self._round.reports:
+            return
+        if self._ranks.stores.is_lost:  # nobody can join, and those that have need no store
             return
         if not has_to_be_replaced(self._reports):
             self._newcomers.start_missing(len(self.members), self._reachable)

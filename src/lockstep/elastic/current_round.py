@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.comm.activity import Activity
+from lockstep.comm.activity import ALL_OTHERS, Activity
 from lockstep.elastic.round_plan import Report
 
 __all__ = ["CurrentRound"]
 
 STUCK = 10.0  # seconds that a member waits for a lost one before it counts as stuck
-WAITS_FOR = re.compile(r"waiting for (?:rank (\d+)\b|the other ranks)")
 
 
 @dataclass
@@ -69,11 +67,10 @@ class CurrentRound:
             return
         for member in set(members) - self.reports.keys() - self.stuck:
             activity = read_activity(member)
-            waits = WAITS_FOR.search(activity.wait)
-            if waits is None or time.monotonic() - activity.wait_since < STUCK:
+            rank = activity.awaited
+            if rank is None or time.monotonic() - activity.wait_since < STUCK:
                 continue
-            awaited = self.members[int(waits[1]) :][:1] if waits[1] else self.members
-            for lost in awaited:
+            for lost in self.members if rank == ALL_OTHERS else self.members[rank:][:1]:
                 if lost in self.lost:
                     self.stuck.add(member)
                     yield member, lost

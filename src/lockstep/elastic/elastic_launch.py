@@ -19,7 +19,7 @@ from lockstep.elastic.host_agent import HostAgent
 from lockstep.elastic.host_connection import PURPOSE
 from lockstep.elastic.host_supervisor import HostSupervisor
 from lockstep.kernel.errors import LockstepError
-from lockstep.launcher.failure_attribution import STOPPED
+from lockstep.launcher.failure_codes import STOPPED
 from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import (

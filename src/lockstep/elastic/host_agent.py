@@ -14,7 +14,8 @@ from lockstep.comm.transport.message_connection import connect_to
 from lockstep.elastic.host_connection import PURPOSE, ConnectionLost, HostConnection, reading
 from lockstep.kernel.errors import RankError, RendezvousError, UsageError
 from lockstep.launcher.channel import Channel, Message
-from lockstep.launcher.failure_attribution import STOPPED, signal_name
+from lockstep.launcher.failure_attribution import signal_name
+from lockstep.launcher.failure_codes import STOPPED
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.late_ranks import LongWait
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor

@@ -47,6 +47,11 @@ class MemberExits:
             if member not in self._round.lost and self._ranks.outcomes[member].status is None
         ]
 
+    @property
+    def _is_explained(self) -> bool:
+        """Whether the end of a member, or of the store, explains failures of others."""
+        return bool(self._round.lost) or self._ranks.stores.is_lost
+
     def notice(self) -> None:
         """Record what has ended, and kill what should have."""
         for member in [*self._round.unended, *self._newcomers, *self.leaving]:
@@ -60,6 +65,9 @@ class MemberExits:
         if outcome.error is not None and member in self._round.members:
             # If no member turns out to be dead, a lost connection counts as a failure later.
             outcome.is_replaced |= is_consequence(outcome) or member in self._round.writers
+            # Ranks did not connect, or a call timed out, in a round that has lost a member.
+            has_no_contact = outcome.error["code"] in ("rendezvous", "communication")
+            outcome.is_replaced |= has_no_contact and self._is_explained
         if outcome.status is None:
             outcome.is_replaced |= outcome.error is not None and member in self._newcomers
             return
@@ -75,7 +83,7 @@ class MemberExits:
             self._round.done.add(member)
         elif outcome.was_killed:
             self._lose(member, outcome, -outcome.status)
-        elif member in self._round.writers or (outcome.is_replaced and self._round.lost):
+        elif member in self._round.writers or (outcome.is_replaced and self._is_explained):
             self._lose(member, outcome, 0)
 
     def _lose(self, member: int, outcome: Outcome, number: int) -> None:
@@ -92,7 +100,7 @@ class MemberExits:
 
     def reconsider_consequences(self) -> None:
         """Count lost connections as failures if no member has died within a moment."""
-        if any(self._round.lost.values()) or self._round.writers:
+        if any(self._round.lost.values()) or self._ranks.stores.is_lost or self._round.writers:
             return
         for member in self._round.members:
             outcome = self._ranks.outcomes[member]

@@ -58,11 +58,15 @@ class MemberStarter:
         return self._environment.store
 
     def renew_store(self) -> None:
-        """Replace the private store by a new one, after all members have exited."""
+        """Replace the store after all members have exited, if it is private or lost."""
+        stores = self._ranks.stores
         if self.store:
-            store = self._ranks.stores.create()
-            self._ranks.stores.close_private(self.store)
+            store = stores.create()
+            stores.close_private(self.store)
             self._environment = replace(self._environment, store=store)
+        elif stores.is_lost:
+            port = stores.serve(self._environment.master_addr, 0)
+            self._environment = replace(self._environment, master_port=port)
 
     def count_reachable(self, wanted: int) -> int:
         """Return how many of `wanted` ranks the run can have on the hosts that take part now."""

@@ -53,7 +53,7 @@ from lockstep.elastic.launcher_inbox import LauncherInbox
 from lockstep.elastic.restart_source import find_restart_source
 from lockstep.kernel.errors import RendezvousError, WorkError
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, is_elastic_on_hosts
-from lockstep.launcher.failure_attribution import is_lost_peer
+from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.launcher.private_store import attach_store
 from lockstep.launcher.rank_process import (
     exit_process,
@@ -183,8 +183,8 @@ class Participant(Protocol):
     def leave(self) -> None:
         """Give up what is being written, before this process ends."""
 
-    def continue_round(self, new: Round, undone: float) -> None:
-        """Continue in a round that repeats `undone` seconds of work."""
+    def continue_round(self, new: Round, undone: float | None) -> None:
+        """Continue in a round that repeats `undone` seconds of work; None: it repeats nothing."""
 
 
 class _RoundFailed(Exception):
@@ -260,6 +260,7 @@ class Membership:
         prepare: Callable[[], Value],
         commit: Callable[[Value], Result],
         undo: Callable[[], None] | None = None,
+        keep: Callable[[], bool] | None = None,
     ) -> Result:
         """Run an operation, and repeat it if a peer is lost before it can be committed.
 
@@ -269,17 +270,21 @@ class Membership:
             prepare: Computes. Collective, without lasting effects except those that `undo` undoes.
             commit: Makes the effects permanent. Local.
             undo: Undoes the effects of `prepare`, which may not have finished.
+            keep: Keeps what `prepare` has computed, with which the next `prepare` continues, and
+                returns whether it could; called before the round ends. None: nothing is kept.
         """
         if self._is_inside:
             return commit(prepare())
         with self.inside():
             while True:
-                begun, decision, is_prepared = time.monotonic(), None, False
+                begun, decision = time.monotonic(), None
+                is_prepared = is_kept = False
                 try:
                     value = prepare()
                     is_prepared = True
                     self.pass_barrier()
                 except Exception as error:
+                    is_kept = keep is not None and keep()
                     decision = self.recover(error, is_prepared)
                 if decision is None or self.is_to_commit(decision):
                     result = commit(value)
@@ -288,7 +293,7 @@ class Membership:
                     return result
                 if undo is not None:
                     undo()
-                self.go_on(decision, time.monotonic() - begun)
+                self.go_on(decision, 0.0 if is_kept else time.monotonic() - begun)
 
     def inside(self, is_repeatable: bool = True) -> ExitStack:
         """Return the context of an operation; operations inside it are part of it.
@@ -344,7 +349,8 @@ class Membership:
             # The time after the loss is the pause between the rounds, not repeated work.
             pause = time.time() - min(self._interrupted, decision.noticed)
             for participant in self._participants:
-                participant.continue_round(decision, max(0.0, (undone or 0.0) - pause))
+                repeated = None if undone is None else max(0.0, undone - pause)
+                participant.continue_round(decision, repeated)
         elif decision is not None and undone is None:
             self.transfer_folder = decision.folder
         elif decision is not None:

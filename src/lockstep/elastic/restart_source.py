@@ -9,7 +9,7 @@
 
 They continue from the state that was handed over, or else from the newest checkpoint, or else from
 the beginning. The folder in shared memory belongs to the launch: its launcher removes it, or the
-fork server if the launcher was killed.
+fork server if the launcher was killed, or the next launch if both were.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ newest checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -22,11 +24,14 @@ from typing import Any
 from lockstep.elastic.current_round import CurrentRound
 from lockstep.elastic.restart_source import RestartSource
 from lockstep.elastic.round_plan import RestartTransfer
+from lockstep.files import lock_file
 from lockstep.launcher.run_folder import CHECKPOINTS
 
-__all__ = ["MAX_FRUITLESS", "Restarts", "StateFolder", "StateTransfer"]
+__all__ = ["MAX_FRUITLESS", "Restarts", "StateFolder", "StateTransfer", "remove_leftovers"]
 
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "lockstep-"
+NAME = re.compile(rf"{PREFIX}\d+-\w+")  # of the folder of a launcher
 MAX_FRUITLESS = 5  # restarts in a row that saved nothing
 WRITE_TIMEOUT = 120.0  # seconds that members have to write their state
 
@@ -98,8 +103,10 @@ class StateFolder:
     """
 
     def __init__(self, run: Path | None) -> None:
-        parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-        self.path = Path(tempfile.mkdtemp(prefix=f"lockstep-{os.getpid()}-", dir=parent))
+        is_usable = os.access(SHARED_MEMORY, os.W_OK)
+        parent = SHARED_MEMORY if is_usable else Path(tempfile.gettempdir())
+        remove_leftovers(parent)
+        self.path, self._lock = _make_locked_folder(parent)
         self.transferred: Path | None = None
         self.writers: list[int] = []
         self._run, self._number, self._written = run, 0, self.path / "none"
@@ -138,6 +145,40 @@ class StateFolder:
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _make_locked_folder(parent: Path) -> tuple[Path, int]:
+    """Make a folder that is locked for as long as this process lives; return the descriptor, too.
+
+    It gets its name when it is locked: without the lock, it would be a leftover.
+    """
+    made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{os.getpid()}-", dir=parent))
+    descriptor = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+    lock_file(descriptor)
+    return made.rename(parent / made.name.removeprefix(".")), descriptor
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove folders of this user whose launcher was killed, together with its fork server.
+
+    The kernel releases the lock of a process that ends. Unlike its number, which is in the name, no
+    later process and none of another container can be mistaken for it.
+
+    Args:
+        parent: The folder in which they are.
+    """
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                is_own = os.fstat(descriptor).st_uid == os.geteuid()
+                if NAME.fullmatch(folder.name) and is_own and lock_file(descriptor):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 class StateTransfer:

@@ -34,7 +34,8 @@ from lockstep.integrations.loss_divisor import count_samples
 from lockstep.integrations.microbatch_loader import MicrobatchLoader, find_gather
 from lockstep.kernel.errors import UsageError
 from lockstep.model.generator_states import set_global_states
-from lockstep.training.exact import Exact, exact
+from lockstep.training.exact import Exact
+from lockstep.training.exact_setup import exact
 
 __all__ = ["ExactAccelerator"]
 

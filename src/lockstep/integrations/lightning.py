@@ -33,7 +33,8 @@ from lockstep.integrations.logged_values import LoggedValues
 from lockstep.integrations.manual_steps import ManualSteps
 from lockstep.integrations.microbatch_loader import Microbatches, MicrobatchLoader
 from lockstep.kernel.errors import UsageError
-from lockstep.training.exact import Exact, exact
+from lockstep.training.exact import Exact
+from lockstep.training.exact_setup import exact
 
 __all__ = ["ExactStrategy"]
 
@@ -120,7 +121,9 @@ class ExactStrategy(DDPStrategy):
         """Attach `ls.exact`, or begin again with the handle of an earlier `fit`."""
         attached = getattr(module, ATTACHED, None)
         if attached is None:
-            attached = _Attached(self.model, exact(self.model, self.microbatches, self.seed))
+            handle = exact(self.model, microbatches=self.microbatches, seed=self.seed)
+            handle.refuse_audit("Lightning calls training_step, which may count metrics")
+            attached = _Attached(self.model, handle)
             setattr(module, ATTACHED, attached)
         self.exact = attached.handle
         self._is_attached = True
@@ -258,7 +261,6 @@ class ExactStrategy(DDPStrategy):
     def _begin(self, microbatch: Any) -> Any:
         """Begin a micro-batch; return its data on the device."""
         self.exact.begin()
-        self.exact.refuse_audit("Lightning calls training_step, which may count metrics")
         return super().batch_to_device(self.precision_plugin.convert_input(microbatch))
 
     def _weigh(self, loss: torch.Tensor) -> torch.Tensor:

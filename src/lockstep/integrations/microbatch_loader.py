@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from lockstep.data.microbatch import align_tensors
 from lockstep.data.microbatch_sampler import (
     MicrobatchConsumer,
     MicrobatchSampler,
+    MicrobatchSource,
     PlannedMicrobatch,
 )
 from lockstep.kernel.errors import UsageError
@@ -92,20 +93,6 @@ class Microbatches(list[Any]):
     def __init__(self, microbatches: Iterable[Any] = (), samples: int = 0) -> None:
         super().__init__(microbatches)
         self.samples = samples
-
-
-class MicrobatchSource(Protocol):
-    """What a handle of `ls.exact` follows: `handle.use(source)`."""
-
-    epoch: int
-    start: int
-    settings: str
-
-    def attach(self, consumer: MicrobatchConsumer) -> None:
-        """Tell a consumer which micro-batches follow."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration."""
 
 
 class MicrobatchLoader:

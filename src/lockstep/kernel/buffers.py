@@ -253,8 +253,8 @@ class Buffers:
 
     def current(self) -> dict[str, torch.Tensor]:
         """Return the buffers of the current micro-batch by name, without those set to None."""
-        named = ((slot.name, slot.registrations[0]) for slot in self.slots)
-        current = {name: module._buffers[key] for name, (module, key) in named}
+        pairs = zip(self.slots, self._find_first(), strict=True)
+        current = {slot.name: module._buffers[key] for slot, (module, key) in pairs}
         return {name: tensor for name, tensor in current.items() if tensor is not None}
 
     def install_copies(self) -> None:
@@ -271,6 +271,11 @@ class Buffers:
         self._results[microbatch] = list(map(self._keep, self.slots, results, same))
         self._shares[microbatch] = share
 
+    def adopt(self, earlier: Buffers) -> None:
+        """Continue with the results of an attempt at the same step."""
+        self._results = earlier._results
+        self._shares = earlier._shares
+
     def restore(self) -> None:
         """Install the step's buffers, with their values from its beginning."""
         for slot in self.slots:
@@ -286,6 +291,22 @@ class Buffers:
             yield
         finally:
             self.restore()
+
+    @contextmanager
+    def discard_writes(self) -> Iterator[None]:
+        """Run the body, in the middle of a micro-batch, on copies of its buffers."""
+        installed = [module._buffers[name] for module, name in self._find_first()]
+        for slot, tensor in zip(self.slots, installed, strict=True):
+            slot.install(None if tensor is None else tensor.detach().clone())
+        try:
+            yield
+        finally:
+            for slot, tensor in zip(self.slots, installed, strict=True):
+                slot.install(tensor)
+
+    def _find_first(self) -> list[tuple[nn.Module, str]]:
+        """Return a module that registers each buffer, and the name there."""
+        return [slot.registrations[0] for slot in self.slots]
 
     def hash_results(self, is_alone: bool = False) -> BufferReport:
         """Return the hash of this rank's results for every buffer.

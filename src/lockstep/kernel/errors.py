@@ -1,7 +1,12 @@
 """The classes of Lockstep's errors; `lockstep.errors`, where programs find them, has their tree."""
 
+from __future__ import annotations
+
+from typing import Literal
+
 __all__ = [
     "BufferMismatchError",
+    "CommunicationError",
     "DatasetError",
     "DisagreementError",
     "FileError",
@@ -102,5 +107,34 @@ class StoppedError(WorkError):
     """Another rank of the pipeline failed and reported it."""
 
 
-class LostError(WorkError):
-    """Another rank of the pipeline cannot be reached."""
+class CommunicationError(WorkError):
+    """A collective call or message failed.
+
+    The backend "lockstep" raises it, also as a `torch.distributed.DistBackendError`.
+
+    Attributes:
+        operation: The call that failed, such as "barrier #3"; "" if it is not known.
+        reason: Why it failed; "" if only the message says it.
+        hint: The end of the reason, if something else may explain it; "" for nothing.
+    """
+
+    operation: str = ""
+    reason: str = ""
+    hint: str = ""
+
+
+Observation = Literal["ended", "left", "unopened", "closed"]
+"""What was observed of a rank that is lost: its process has ended; it has left the group; memory
+that it had published can no longer be opened; it has closed its connection."""
+
+
+class LostError(CommunicationError):
+    """Another rank is gone, or cannot be reached.
+
+    Attributes:
+        rank: The rank; None if it is not known.
+        observed: What was observed of it; None if it only does not answer.
+    """
+
+    rank: int | None = None
+    observed: Observation | None = None

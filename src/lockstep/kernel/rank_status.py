@@ -31,7 +31,12 @@ from lockstep.kernel.exact_sum import (
 )
 from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.parts import Part
-from lockstep.kernel.step_context import ComputedMicrobatch, MicrobatchResult, StepContext
+from lockstep.kernel.step_context import (
+    ComputedMicrobatch,
+    MicrobatchResult,
+    StepContext,
+    StepWarning,
+)
 from lockstep.kernel.tree import TreeAccumulator, total
 
 __all__ = [
@@ -62,7 +67,7 @@ class RankStatus:
         buffers: The results for the buffers of each part of the model that the rank holds: the
             whole model, or its stages.
         gradients: The parameters of each part that have a gradient here, as a bit mask in hex.
-        warnings: Sentences for the record.
+        warnings: The warnings, for the record.
         failure: Why the step stops on every rank: the kind, and the sentence; None: it does not.
         batch: The identity of the rank's batch; see `lockstep.data.consistency`.
         hooks: The values of the hooks, by their names.
@@ -72,14 +77,14 @@ class RankStatus:
     skipped: list[int] = field(default_factory=list)
     buffers: list[BufferReport] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[StepWarning] = field(default_factory=list)
     failure: tuple[str, str] | None = None
     batch: str = ""
     hooks: dict[str, Any] = field(default_factory=dict)
 
 
-MetricSum = tuple[int, PartialSums]
-"""The samples of a metric, and the exact sum of its values times their samples."""
+MetricSum = tuple[PartialSums, PartialSums]
+"""The exact sum of the weights of a metric, and that of its values times their weights."""
 
 
 class NonFiniteLoss(NamedTuple):
@@ -119,8 +124,8 @@ class StatusSummary(NamedTuple):
         buffers: For each position and part, the results for the buffers.
         nodes: The losses times their shares, added along the tree, as (first leaf, end, sum).
         losses: The index and the loss of each micro-batch, if the ranks are few.
-        metrics: For each metric the number of samples, and the sum of the values times samples.
-        warnings: The first rank that has each warning, and the warning.
+        metrics: For each metric the sum of the weights, and that of the values times weights.
+        warnings: The first rank that has each sentence, and the warning.
         hooks: The merged values of the hooks, by their names.
     """
 
@@ -134,7 +139,7 @@ class StatusSummary(NamedTuple):
     nodes: list[tuple[int, int, float]]
     losses: list[tuple[int, float]]
     metrics: dict[str, MetricSum]
-    warnings: list[tuple[int, str]]
+    warnings: list[tuple[int, StepWarning]]
     hooks: dict[str, Any]
 
     def merge(self, other: StatusSummary, hooks: Mapping[str, StatusHook]) -> StatusSummary:
@@ -157,12 +162,12 @@ class StatusSummary(NamedTuple):
             },
         )
 
-    def _merge_warnings(self, other: StatusSummary) -> list[tuple[int, str]]:
+    def _merge_warnings(self, other: StatusSummary) -> list[tuple[int, StepWarning]]:
         if not other.warnings:
             return self.warnings
-        first: dict[str, tuple[int, str]] = {}
-        for rank, message in self.warnings + other.warnings:
-            first.setdefault(_sentence(message), (rank, message))
+        first: dict[str, tuple[int, StepWarning]] = {}
+        for rank, warning in self.warnings + other.warnings:
+            first.setdefault(warning.sentence, (rank, warning))
         return list(first.values())[: LISTED_WARNINGS if self.ranks > DETAILED_RANKS else None]
 
     # --- what the ranks conclude ---------------------------------------------------------------
@@ -193,8 +198,9 @@ class StatusSummary(NamedTuple):
         return total(known, self.leaves, add)
 
     def average_metrics(self) -> dict[str, float]:
-        """Return each metric's mean over the samples of the micro-batches that reported it."""
-        return {name: round_sum(sums) / samples for name, (samples, sums) in self.metrics.items()}
+        """Return each metric's mean over the micro-batches that reported it, by their weights."""
+        pairs = {name: map(round_sum, sums) for name, sums in self.metrics.items()}
+        return {name: value / weight for name, (weight, value) in pairs.items()}
 
 
 def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, Any]) -> RankStatus:
@@ -240,7 +246,10 @@ def _read_result(computed: ComputedMicrobatch) -> MicrobatchResult:
     microbatch, given, loss = computed.microbatch, computed.metrics, 0.0
     for part in computed.losses:
         loss += float(part)
-    metrics = {name: float(value) for name, value in given.items()} if given else {}
+    metrics = {}
+    for name, value in given.items():
+        value, weight = value if isinstance(value, tuple) else (value, microbatch.size)
+        metrics[name] = float(value), float(weight)
     return MicrobatchResult(microbatch.index, microbatch.size, computed.share, loss, metrics)
 
 
@@ -252,7 +261,7 @@ def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSu
     lost = [NonFiniteLoss(leaf, rank, loss) for leaf, loss in losses if not math.isfinite(loss)]
     terms = [(leaf, leaf + 1, loss * share) for leaf, _, share, loss, _ in results]
     terms += [(leaf, leaf + 1, 0.0) for leaf in status.skipped]
-    warnings = {_sentence(message): (rank, message) for message in reversed(status.warnings)}
+    warnings = {warning.sentence: (rank, warning) for warning in reversed(status.warnings)}
     return StatusSummary(
         leaves=leaves,
         ranks=ranks,
@@ -284,11 +293,6 @@ def merge_by_name(
     return merged
 
 
-def _sentence(message: str) -> str:
-    """Return a warning without its place: "PLACE: SENTENCE"."""
-    return message.partition(": ")[2]
-
-
 def _choose_failure(*failures: tuple[int, str, str] | None) -> tuple[int, str, str] | None:
     """Return the first side effect, which may be why a stage stopped, or else the first failure."""
     known = filter(None, failures)
@@ -307,15 +311,15 @@ def _merge_buffers(left: list[BufferReport], right: list[BufferReport]) -> list[
 
 
 def _add_metrics(left: MetricSum, right: MetricSum) -> MetricSum:
-    return left[0] + right[0], merge_partial_sums(left[1], right[1])
+    return merge_partial_sums(left[0], right[0]), merge_partial_sums(left[1], right[1])
 
 
 def _sum_metrics(results: Sequence[MicrobatchResult]) -> dict[str, MetricSum]:
     sums = {}
     for name in dict.fromkeys(name for result in results for name in result.metrics):
-        known = [result for result in results if name in result.metrics]
-        terms = (result.metrics[name] * result.size for result in known)
-        sums[name] = sum(result.size for result in known), compute_partial_sums(terms)
+        pairs = [result.metrics[name] for result in results if name in result.metrics]
+        weights = compute_partial_sums(weight for _, weight in pairs)
+        sums[name] = weights, compute_partial_sums(value * weight for value, weight in pairs)
     return sums
 
 

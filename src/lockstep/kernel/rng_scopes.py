@@ -161,7 +161,8 @@ class RngScopes:
         self.modules = list(modules)
         # The first parts of a key, as `pack_key` returns them.
         self._pack_prefix, self._announce = partial(struct.pack, "<3q", seed), announce
-        _, *self._accelerators = self._generators = [*torch_generators(device).values()]
+        self._generators = [*torch_generators(device).values()]
+        self._accelerators = self._generators[1:]
         self._seeder = seeder or PlainSeeder()
         self._seed_call = self._seed_all if self._accelerators else self._seeder.seed
         self._now: ScopeCalls | None = None
@@ -178,17 +179,26 @@ class RngScopes:
     @contextmanager
     def seed_calls(self) -> Iterator[None]:
         """Seed every call of a scope in the body; restore the generators afterwards."""
-        states = [generator.get_state() for generator in self._generators]
-        restore_others = self._seeder.remember_others()
+        restore = self.remember()
         self._around_calls.install()
         try:
             yield
         finally:
             self._now = None
             self._around_calls.remove()
+            restore()
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that restores the present states of the generators."""
+        states = [generator.get_state() for generator in self._generators]
+        restore_others = self._seeder.remember_others()
+
+        def restore() -> None:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
             restore_others()
+
+        return restore
 
     @contextmanager
     def install_hooks(self) -> Iterator[None]:

@@ -170,7 +170,8 @@ class OptimizerStep:
         """Do (8), which is local."""
         step, summary, norm = prepared
         # Without a loss scale, a norm that is not finite has been an error.
-        scale, is_skipped = self.parallel.loss_scale, not math.isfinite(norm)
+        is_skipped = not math.isfinite(norm)
+        scale = self.parallel.loss_scale
         rate = self.optimization.rate
         started = time.perf_counter()  # after the barrier of an elastic run
         try:
@@ -291,7 +292,7 @@ class OptimizerStep:
     def _clip(self, step: StepContext) -> float:
         """Clip the gradients to the limit, and return their norm before clipping.
 
-        The norm is only non-finite if a smaller loss scale can be tried.
+        The norm is only non-finite if a smaller loss scale can be tried, here or by the script.
         """
         scale, sharded = self.parallel.loss_scale, self.optimization.sharded
         parameters = self.executor.parameters
@@ -301,7 +302,8 @@ class OptimizerStep:
         norm = self._compute_norm(step, present)
         if self.max_grad_norm is not None:
             gradient_norm.clip_gradients_(present, norm, self.max_grad_norm)
-        if not math.isfinite(norm) and (scale is None or not scale.can_decrease):
+        may_overflow = step.may_overflow if scale is None else scale.can_decrease
+        if not (may_overflow or math.isfinite(norm)):
             at_scale = "" if scale is None else f" with a loss scale of {scale.value:g}"
             raise GradientError(f"step {step.number}: the norm of the gradient is {norm}{at_scale}")
         return norm

@@ -15,7 +15,7 @@ from lockstep.kernel.errors import (
 )
 from lockstep.kernel.parts import Part
 from lockstep.kernel.rank_status import NonFiniteLoss, StatusSummary
-from lockstep.kernel.step_context import IGNORED_TARGETS, NOT_ADDITIVE, StepContext
+from lockstep.kernel.step_context import StepContext, StepWarning
 
 __all__ = ["raise_failure", "raise_own_error", "refuse_buffers"]
 
@@ -41,12 +41,12 @@ def raise_failure(step: StepContext, summary: StatusSummary) -> None:
 
 
 def _explain_loss(
-    step: StepContext, lost: NonFiniteLoss, warnings: Sequence[tuple[int, str]]
+    step: StepContext, lost: NonFiniteLoss, warnings: Sequence[tuple[int, StepWarning]]
 ) -> LossError:
     place = f"rank {lost.rank}, step {step.number}, micro-batch {lost.leaf}"
     advice = ""
-    marks = IGNORED_TARGETS, NOT_ADDITIVE
-    ignores_targets = any(mark in warning for _, warning in warnings for mark in marks)
+    kinds = {warning.kind for _, warning in warnings}
+    ignores_targets = not kinds.isdisjoint({"ignored_targets", "not_additive"})
     if math.isnan(lost.loss) and ignores_targets:
         loss = "torch.nn.CrossEntropyLoss()" if step.parallel.loss is None else "loss"
         advice = (

@@ -30,9 +30,7 @@ from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.layout import StepLayout
 
 __all__ = [
-    "IGNORED_TARGETS",
     "NOTHING",
-    "NOT_ADDITIVE",
     "Attempt",
     "ComputedMicrobatch",
     "MicrobatchResult",
@@ -43,6 +41,8 @@ __all__ = [
     "StepLabel",
     "StepObserver",
     "StepTimes",
+    "StepWarning",
+    "WarningKind",
 ]
 
 
@@ -55,11 +55,23 @@ Phase = Literal["data", "forward", "backward", "reduction", "optimizer"]
 Position = Callable[[], tuple[int, int] | None]
 """A function that returns the (micro-batch, stage) being computed; None between them."""
 
-IGNORED_TARGETS = "ignores some targets"
-"""The words by which the warning of such a loss is recognized."""
+WarningKind = Literal["", "ignored_targets", "not_additive", "time_first"]
+"""The kind of a warning on which something depends: the loss ignores some targets; it is not the
+sum of the losses of its halves times their shares; a module takes samples for time steps."""
 
-NOT_ADDITIVE = "is not the sum of the losses of its halves times their shares"
-"""The words by which the warning of such a loss is recognized."""
+
+class StepWarning(NamedTuple):
+    """A warning of a step.
+
+    Attributes:
+        place: The rank, the step and the micro-batch.
+        sentence: The sentence, which is the same at any place.
+        kind: Its kind; "" for one on which nothing depends.
+    """
+
+    place: str
+    sentence: str
+    kind: WarningKind = ""
 
 
 @dataclass
@@ -118,19 +130,22 @@ class MicrobatchResult(NamedTuple):
         size: The number of its samples.
         share: Its share of the batch's loss.
         loss: Its loss, not multiplied by the share.
-        metrics: Its metrics by name.
+        metrics: Its metrics by name, each with its weight in the mean over the batch.
     """
 
     leaf: int
     size: int
     share: float
     loss: float
-    metrics: Mapping[str, float] = MappingProxyType({})
+    metrics: Mapping[str, tuple[float, float]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
 class ComputedMicrobatch:
-    """A micro-batch whose losses and metrics are still tensors."""
+    """A micro-batch whose losses and metrics are still tensors.
+
+    A metric is a value, whose weight is the number of samples, or a pair of value and weight.
+    """
 
     microbatch: Microbatch
     share: float
@@ -246,11 +261,12 @@ class StepContext:
         shares: The shares in the loss of all micro-batches, on all ranks, that are computed.
         samples: The number of samples of these micro-batches.
         computed: The micro-batches that this rank has computed.
-        warnings: Sentences for the record.
+        warnings: The warnings, for the record.
         times: When the parts of the step began and ended.
         failure: The failure that stops the step on every rank.
         refusal: Why the step is refused on every rank, such as a forbidden write; "" if it is not.
         is_repeatable: Whether a hook may have the step computed again.
+        may_overflow: Whether the script scales its losses, so that gradients may overflow.
     """
 
     attempt: Attempt
@@ -260,11 +276,12 @@ class StepContext:
     shares: Mapping[int, float] = field(default_factory=dict)
     samples: int = 0
     computed: list[ComputedMicrobatch] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[StepWarning] = field(default_factory=list)
     times: StepTimes = field(default_factory=StepTimes)
     failure: StepFailure | None = None
     refusal: str = ""
     is_repeatable: bool = True
+    may_overflow: bool = False
 
     def __post_init__(self) -> None:
         """Keep the number of the step, and its place for messages."""
@@ -296,6 +313,14 @@ class StepContext:
     def refuse(self, sentence: str) -> None:
         """Stop the step on every rank."""
         self.refusal = self.refusal or sentence
+
+    def warn(self, place: str, sentence: str, kind: WarningKind = "") -> None:
+        """Add a warning to those of the step."""
+        self.warnings.append(StepWarning(place, sentence, kind))
+
+    def has_warned(self, kind: WarningKind) -> bool:
+        """Return whether there is a warning of this kind on this rank."""
+        return any(warning.kind == kind for warning in self.warnings)
 
     def place(self, microbatch: int) -> str:
         """Return the rank, the step and the micro-batch, for messages."""

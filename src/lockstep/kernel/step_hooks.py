@@ -39,6 +39,9 @@ class StepResult:
         lr: The learning rate of the step.
         seconds: The duration of the step, in seconds.
         ranks: [compute, communication, waiting, data] of the first 64 ranks, in seconds.
+        outside: The seconds of these ranks between the previous step and this one, without those
+            of loading data and of waiting for other ranks: in the body of the loop, callbacks,
+            evaluation and saving. 0 if the previous step is not known.
         norm: The 2-norm of the whole gradient before clipping.
         loss_scale: The scale of the loss; None without float16 autocast.
         is_skipped: Whether gradients overflowed, so that the weights did not change; None without
@@ -57,6 +60,7 @@ class StepResult:
     lr: float
     seconds: float = 0.0
     ranks: list[list[float]] = field(default_factory=list)
+    outside: list[float] = field(default_factory=list)
     norm: float = 0.0
     loss_scale: float | None = None
     is_skipped: bool | None = None

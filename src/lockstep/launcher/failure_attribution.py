@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.formatting import format_numbered
-from lockstep.kernel.errors import LostError, RankError, StoppedError
-from lockstep.launcher.tracebacks import BACKEND_ERRORS
+from lockstep.kernel.errors import RankError
+from lockstep.launcher.failure_codes import CONSEQUENCES, OF_BACKEND, STOPPED
 
 __all__ = [
-    "STOPPED",
     "Outcome",
     "count_oom_kills",
     "describe_end",
@@ -35,38 +34,13 @@ __all__ = [
     "find_first_failure",
     "find_same_failures",
     "is_consequence",
-    "is_lost_peer",
     "make_rank_error",
     "make_report",
-    "read_stat",
     "signal_name",
 ]
 
-STOPPED = 75  # exit status of a rank that stopped on request and can be resumed (EX_TEMPFAIL)
-
-STOPPED_BECAUSE = "stopped because rank"
-# Phrases of errors that torch's backends raise when the other end of a connection is gone.
-LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "connection was likely closed",
-    "failed to recv, got 0 bytes",
-    "nccl remote error",
-    "socket closed",
-    "caused pair closure",  # of Gloo, in the process that has closed its connections
-    "has left the group",  # this and the next three: backend "lockstep"
-    "closed its connection",
-    "died (process",
-    STOPPED_BECAUSE,
-)
-# The beginning of an error message that names the process that failed.
+# The beginning of an error message that names the process that failed, which is not named twice.
 BEGINS_WITH_WHO = r"(rank|member) \d|the process of"
-# An error of the backend "lockstep": the operation, and messages that arrived but that no
-# `recv` took.
-BACKEND_ERROR = re.compile(
-    r"rank \d+: (?P<operation>.+?) on group .+? failed: [^;]*(?P<hint>(?:; .*)?)"
-)
 
 
 @dataclass
@@ -141,21 +115,7 @@ class Outcome:
 
 def is_consequence(outcome: Outcome) -> bool:
     """Return whether this failure looks like the consequence of another rank's end."""
-    return outcome.error is not None and _says_lost_peer(str(outcome.error["message"]))
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` only says that another rank is gone."""
-    if isinstance(error, StoppedError):  # it may also report that another rank failed
-        return _says_lost_peer(str(error).replace(STOPPED_BECAUSE, ""))
-    words = ("gloo", "pair closure")
-    is_of_gloo = type(error) is RuntimeError and any(word in str(error) for word in words)
-    is_of_backend = type(error).__name__ in BACKEND_ERRORS or isinstance(error, LostError)
-    return (is_of_backend or is_of_gloo) and _says_lost_peer(str(error))
-
-
-def _says_lost_peer(message: str) -> bool:
-    return any(phrase in message.lower() for phrase in LOST_PEER)
+    return outcome.error is not None and outcome.error["code"] in CONSEQUENCES
 
 
 def find_first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
@@ -244,7 +204,7 @@ def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
         if outcome.error is not None and outcome.error["where"]:
             ranks_by_line.setdefault(outcome.error["where"], []).append(outcome.rank)
     alone = len(ranks_by_line) == 1
-    is_of_backend = failure.error["type"] in BACKEND_ERRORS
+    is_of_backend = failure.error["code"] in OF_BACKEND
     if is_of_backend and (early := _describe_early_return(outcomes, failure)):
         return early
     said = failure.error["message"] if len(same) == len(outcomes) else _describe_failure(failure)
@@ -268,12 +228,10 @@ def _describe_early_return(outcomes: Sequence[Outcome], failure: Outcome) -> str
         return ""
     assert failure.error is not None
     where = f" ({failure.error['where']})" if failure.error["where"] else ""
-    operation, hint = "a collective", ""
-    if match := BACKEND_ERROR.fullmatch(str(failure.error["message"]).partition("\n")[0]):
-        operation, hint = match["operation"], match["hint"]
+    operation = failure.error["operation"] or "a collective"
     return (
         f"{format_numbered(failure.noun, gone)} returned while {failure.name} still waited in "
-        f"{operation}{where}{hint}"
+        f"{operation}{where}{failure.error['hint']}"
     )
 
 
@@ -297,7 +255,9 @@ def describe_failed_start(rank: int, reason: str, noun: str = "rank") -> dict[st
     """
     advice = f"fork failed ({reason}); see ulimit -u, the pids limit of the control group, and "
     advice += "free memory"
-    if not reason:
+    if not reason and _is_working_directory_gone():
+        advice = "the working directory has been deleted"
+    elif not reason:
         advice = "the fork server ended while it imported torch"
         names = sorted(name for name in sys.stdlib_module_names if os.path.exists(f"{name}.py"))
         if names:
@@ -305,6 +265,15 @@ def describe_failed_start(rank: int, reason: str, noun: str = "rank") -> dict[st
             advice += f": rename {files}, which Python imports instead of a module of its own"
     who = f"{noun} {rank}" if rank >= 0 else "the process of the ranks' store"
     return make_report("OSError", f"{who} could not be started: {advice}")
+
+
+def _is_working_directory_gone() -> bool:
+    """Return whether it has been deleted; Intel MKL ends a process that loads torch there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def make_report(kind: str, message: str) -> dict[str, Any]:
@@ -317,6 +286,9 @@ def make_report(kind: str, message: str) -> dict[str, Any]:
         "where": "",
         "traceback": "",
         "plain": True,
+        "code": "",
+        "operation": "",
+        "hint": "",
     }
 
 
@@ -355,15 +327,3 @@ def count_oom_kills() -> int | None:
         events = (Path("/sys/fs/cgroup") / own.lstrip("/") / "memory.events").read_text()
         return int(dict(line.split() for line in events.splitlines())["oom_kill"])
     return None
-
-
-def read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state (R, S, D, T, Z) on; [] if there is none.
-
-    State T is a process that a signal has stopped.
-    """
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []

@@ -306,12 +306,28 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
     ignore_requests()  # before the imports, which take a second
     gc.disable()  # during the imports, which create no garbage
     with _exiting_with(launcher):
-        import_for_ranks(modules)
+        _exit_without_folder()
+        try:
+            import_for_ranks(modules)
+        except FileNotFoundError:
+            _exit_without_folder()
+            raise
         with contextlib.suppress(ImportError):  # without one, each rank says why it uses Gloo
             load_native()
     gc.enable()
     gc.freeze()  # ranks neither traverse nor copy objects from before the fork
     serve(open_channel(descriptor), launcher)
+
+
+def _exit_without_folder() -> None:
+    """Exit if the working directory has been deleted, which the launcher then says.
+
+    torch cannot be imported there: Intel MKL ends the process, and Python's paths are missing.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os._exit(1)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import RankError, UsageError
 from lockstep.launcher.channel import Message, write_memfd
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment, read_rank_info
-from lockstep.launcher.failure_attribution import STOPPED
+from lockstep.launcher.failure_codes import STOPPED
 from lockstep.launcher.fork_server import (
     check_open_files,
     get_fork_server,

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -25,13 +24,13 @@ from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import FileError, LockstepError, RankError
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment
 from lockstep.launcher.failure_attribution import (
-    STOPPED,
     Outcome,
     describe_own_failure,
     find_same_failures,
     is_consequence,
     signal_name,
 )
+from lockstep.launcher.failure_codes import STOPPED
 from lockstep.launcher.fork_server import (
     check_open_files,
     get_fork_server,
@@ -415,7 +414,7 @@ def _show_failure(ranks: RankSupervisor, error: RankError) -> RankError:
     else:
         sentence = str(error)
         _show_last_lines(ranks, failure.rank)
-    complete = RankError(f"{sentence}{_describe_log(ranks, sentence, failure.rank, same)}")
+    complete = RankError(f"{sentence}{_describe_log(ranks, failure.rank, same)}")
     complete.rank, complete.status = error.rank, error.status
     return complete
 
@@ -439,15 +438,14 @@ def _show_other_errors(outcomes: list[Outcome], same: list[Outcome]) -> None:
             log(describe_own_failure(outcomes, outcome))
 
 
-def _describe_log(ranks: RankSupervisor, sentence: str, rank: int, same: list[Outcome]) -> str:
+def _describe_log(ranks: RankSupervisor, rank: int, same: list[Outcome]) -> str:
     log_file = ranks.outputs[rank].log
     if log_file is None:
         return ""
     folder = locate_renamed(log_file.parent)
     if len(same) < 2:
-        named = re.search(rf"\b{ranks.noun} (\d+)\b", sentence)
-        is_named = named is not None and int(named[1]) == rank
-        whose = "its log" if is_named else f"the log of {ranks.noun} {rank}"
+        # An error of Lockstep may name another rank, or none.
+        whose = f"the log of {ranks.noun} {rank}" if same else "its log"
         return f"; {whose}: {folder / log_file.name}"
     who = format_numbered(ranks.noun, [outcome.rank for outcome in same])
     return f"; {who} raised this, see {folder}/rank-*.log"

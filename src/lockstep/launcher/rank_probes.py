@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from lockstep.comm.activity import Activity, read_activity
-from lockstep.launcher.failure_attribution import read_stat
+from lockstep.launcher.process_stat import read_stat
 from lockstep.launcher.stacks import describe_location, read_stacks
 
 __all__ = ["RankProbes", "group_exists"]

@@ -38,8 +38,9 @@ from typing import Any, NoReturn
 from lockstep.comm.activity import PAGE_BYTES, use_page
 from lockstep.comm.native.binding_folder import get_cache_folder
 from lockstep.comm.native_module import choose_again
-from lockstep.kernel.errors import LockstepError
+from lockstep.kernel.errors import CommunicationError, FileError, LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
+from lockstep.launcher.failure_codes import find_code
 from lockstep.launcher.signals import print_stack_on_signal
 from lockstep.launcher.stacks import STACK_SIGNAL
 from lockstep.launcher.tracebacks import (
@@ -55,6 +56,7 @@ __all__ = [
     "ForkedProcess",
     "describe_error",
     "exit_process",
+    "fail_at_exit",
     "get_exit_code",
     "get_launch_number",
     "get_task",
@@ -63,6 +65,7 @@ __all__ = [
     "report_to_launcher",
     "run_code",
     "set_launch_number",
+    "take_failure_at_exit",
 ]
 
 F_SETSIG = 10  # of fcntl, on Linux: the signal that an asynchronous descriptor sends
@@ -75,6 +78,10 @@ _report_owner = 0
 _exit_code: object = None  # what the program passed to sys.exit()
 _task: str | None = None
 _launch_number: int | None = None
+# The failure with which this process exits once its program has ended by itself, and the process
+# in which it was set, not a child that user code forks later.
+_failure_at_exit: BaseException | None = None
+_failure_owner = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,13 @@ class ForkedProcess:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
-        os.chdir(self.message["cwd"])
+        try:
+            os.chdir(self.message["cwd"])
+        except OSError as error:
+            folder = self.message["cwd"]
+            reason = f"the working directory {folder} cannot be entered: {error.strerror}"
+            open_channel(report).send(describe_error(FileError(reason)))
+            return 1
         if is_program:
             return exec_program(self.message)
         _set_up_interpreter(self.message)
@@ -168,6 +181,31 @@ def exec_program(message: Message) -> int:
 def get_exit_code() -> object:
     """Return the argument that the program passed to `sys.exit`, for a rank's atexit handlers."""
     return _exit_code
+
+
+def fail_at_exit(error: BaseException) -> None:
+    """Let the program go on, and this process exit with status 1 at its end.
+
+    Under Lockstep's launcher the error is reported then, as if it had been raised.
+    """
+    global _failure_at_exit, _failure_owner
+    _failure_at_exit, _failure_owner = error, os.getpid()
+
+
+def take_failure_at_exit() -> BaseException | None:
+    """Return what `fail_at_exit` was given, and forget it; None if it was not called."""
+    global _failure_at_exit
+    error = _failure_at_exit if _failure_owner == os.getpid() else None
+    _failure_at_exit = None
+    return error
+
+
+@atexit.register  # atexit is LIFO: after the handlers of whatever imports this module
+def _exit_with_failure() -> None:
+    """Exit with status 1 instead of 0, which nothing else can do at this point."""
+    if take_failure_at_exit() is not None:
+        _flush_files()
+        os._exit(1)
 
 
 def get_task() -> str | None:
@@ -300,17 +338,25 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
         if message["task"] == "function":
             fn, args = pickle.loads(read_memfd(work))
             value = fn(int(os.environ["RANK"]), *args) if message.get("pass_rank") else fn(*args)
+            _raise_failure()
             if _is_rank():
                 _send_value(report, value)
         else:
             os.close(work)
             run_code(message["task"], message["target"])
+            _raise_failure()
     except SystemExit as error:
         _exit_code = error.code
         return _status(error.code)
     except BaseException as error:
         return _send_error(report, error, shown=message["task"] != "function")
     return 0
+
+
+def _raise_failure() -> None:
+    """Raise the failure of a program that has ended by itself, if there is one."""
+    if (failure := take_failure_at_exit()) is not None:
+        raise failure
 
 
 def _skip_breakpoint(*args: Any, **kwargs: Any) -> None:
@@ -382,6 +428,9 @@ def describe_error(error: BaseException) -> Message:
         "where": find_user_location(error) if is_own else find_location(error),
         "traceback": shown[-MAX_REPORT:],
         "plain": is_own,
+        "code": find_code(error),
+        "operation": error.operation if isinstance(error, CommunicationError) else "",
+        "hint": error.hint if isinstance(error, CommunicationError) else "",
     }
 
 

@@ -23,15 +23,18 @@ from lockstep.launcher.channel import Channel, Message, open_pair, read_memfd
 from lockstep.launcher.failure_attribution import (
     Outcome,
     count_oom_kills,
+    describe_end,
     describe_failed_start,
     explain_sigkill,
     is_consequence,
 )
+from lockstep.launcher.failure_codes import OF_BACKEND
 from lockstep.launcher.output import RankOutput, close_outputs
 from lockstep.launcher.rank_probes import RankProbes
 from lockstep.launcher.rank_stores import RankStores
 from lockstep.launcher.stacks import STACK_SIGNAL
-from lockstep.launcher.tracebacks import BACKEND_ERRORS, is_full
+from lockstep.launcher.tracebacks import is_full
+from lockstep.messages import log
 
 __all__ = ["RankProcesses", "StandardStreams"]
 
@@ -220,7 +223,8 @@ class RankProcesses:
         if message["kind"] == "failed":
             self._on_failed_start(message["rank"], message["reason"])
         elif message["rank"] < 0:
-            return True
+            if message["kind"] == "ended":
+                self._on_store_end(message["status"])
         elif message["kind"] == "started":
             self.pids[message["rank"]] = message["pid"]
         else:
@@ -233,6 +237,11 @@ class RankProcesses:
         outcome.error = outcome.error or describe_failed_start(rank, reason, self.noun)
         if rank >= 0:
             outcome.status = 1
+
+    def _on_store_end(self, status: int) -> None:
+        """Note that the process of the store has ended; ranks that have joined do without it."""
+        self.stores.is_lost = True
+        log(f"the process of the ranks' store {describe_end(Outcome(-1, status))}")
 
     def _on_exit(self, rank: int, status: int) -> None:
         if report := self._reports.get(rank):
@@ -302,7 +311,7 @@ class RankProcesses:
 
     def _hide_traceback(self, rank: int, outcome: Outcome, report: Message) -> None:
         """Hide the traceback of an error that its message, or another rank's end, explains."""
-        is_own = report["plain"] and report["type"] not in BACKEND_ERRORS
+        is_own = report["plain"] and report["code"] not in OF_BACKEND
         if is_consequence(outcome) and not is_own:
             where = f" ({report['where']})" if report["where"] else ""
             self.outputs[rank].hide_stderr(f"lost the connection to another rank{where}")

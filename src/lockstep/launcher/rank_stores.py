@@ -26,9 +26,13 @@ class RankStores:
 
     Args:
         channel: The fork server's socket for this launch; the server forks a process that serves.
+
+    Attributes:
+        is_lost: Whether the process that serves has ended, so that no rank can join any longer.
     """
 
     def __init__(self, channel: Channel) -> None:
+        self.is_lost = False
         self._channel = channel
         self._private: dict[str, int] = {}  # descriptors, by address
 
@@ -41,6 +45,7 @@ class RankStores:
             host = get_connectable_address(listening)
             message = {"kind": "store", "rank": -1, "host": host, "port": port}
             self._channel.send(message, [listening.fileno()])
+        self.is_lost = False
         return port
 
     def create(self) -> str:

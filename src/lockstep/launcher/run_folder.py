@@ -35,8 +35,8 @@ from pathlib import Path
 from lockstep.files import lock_file, make_folder, open_or_create, replace_file
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.environment import LAUNCHER
-from lockstep.launcher.failure_attribution import read_stat
 from lockstep.launcher.kernel_variables import is_portable_requested
+from lockstep.launcher.process_stat import read_stat
 from lockstep.redaction import redact
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "create_run_folder",
     "describe_launch",
     "find_candidates",
+    "find_description",
     "find_launch_folder",
     "find_linked_runs",
     "find_run",
@@ -167,10 +168,7 @@ def command_words(environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:
     Returns:
         The words; `argv` alone if `lockstep run` has not started the program.
     """
-    launched = None
-    if environ.get(RUN):
-        with contextlib.suppress(UsageError):  # damaged
-            launched = read_description(Path(environ[RUN]))
+    launched = find_description(Path(environ[RUN])) if environ.get(RUN) else None
     if launched is None:
         return list(argv)
     hosts = []
@@ -226,6 +224,14 @@ def read_description(folder: Path) -> LaunchDescription | None:
     return dataclasses.replace(description, arguments=tuple(description.arguments))
 
 
+def find_description(folder: Path) -> LaunchDescription | None:
+    """Read RUN/launch.json; None if there is none, or if it is damaged."""
+    try:
+        return read_description(folder)
+    except UsageError:
+        return None
+
+
 def find_run(name: str, parent: Path, who: str = "--resume") -> Path:
     """Return the folder of a run that is given as a name in `parent`, or as a path.
 
@@ -279,11 +285,10 @@ def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | Non
     for folder in parent.iterdir() if parent.is_dir() else ():
         if is_link_to_sibling(folder):
             continue
-        with contextlib.suppress(UsageError):
-            launched = read_description(folder) if folder.is_dir() else None
-            if launched and launched.exit_status != 0 and launched.is_same_command(description):
-                started = datetime.datetime.fromisoformat(launched.started)
-                runs.append((started.timestamp(), folder.name, folder))
+        launched = find_description(folder) if folder.is_dir() else None
+        if launched and launched.exit_status != 0 and launched.is_same_command(description):
+            started = datetime.datetime.fromisoformat(launched.started)
+            runs.append((started.timestamp(), folder.name, folder))
     deadline = time.monotonic() + EXIT_TIMEOUT  # for processes of an interrupted run
     for *_, folder in sorted(runs, reverse=True):
         with contextlib.suppress(UsageError):

@@ -13,18 +13,17 @@ as errors of the user's model, keep every frame. LOCKSTEP_TRACEBACK=1 shows all 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from lockstep.comm.native_module import ArgumentError
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.stacks import PACKAGE, is_user_code
 
 __all__ = [
-    "BACKEND_ERRORS",
     "find_ipython_shell",
     "find_location",
     "find_user_location",
@@ -35,8 +34,6 @@ __all__ = [
 ]
 
 FULL = "LOCKSTEP_TRACEBACK"
-# Classes of torch whose errors the backend "lockstep" raises for a collective or a message.
-BACKEND_ERRORS = ("DistBackendError", "GroupError", "DistNetworkError")
 COMMUNICATION = "/torch/distributed/"  # the folder of torch that calls the backend
 
 explanations: list[Callable[[BaseException], str]] = []
@@ -49,15 +46,8 @@ def is_full() -> bool:
 
 
 def is_own_error(error: BaseException) -> bool:
-    """Return whether Lockstep wrote this error's message, in one of its classes or of torch's.
-
-    Messages of the backend "lockstep" begin with a rank, unlike those of torch's backends.
-    """
-    kind = type(error)
-    if isinstance(error, LockstepError) or kind.__module__ == "lockstep.comm.backend":
-        return True
-    is_said_by_rank = re.match(r"rank \d+\b", str(error)) is not None
-    return kind.__name__ in BACKEND_ERRORS and is_said_by_rank
+    """Return whether Lockstep wrote this error's message."""
+    return isinstance(error, (LockstepError, ArgumentError))
 
 
 def add_notes(error: BaseException) -> None:

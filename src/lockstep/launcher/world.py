@@ -258,6 +258,16 @@ def world() -> World:
     return _current
 
 
+def require_world() -> World:
+    """Return the world; join it with the present number of threads if `init` was not called.
+
+    A default process group that exists already is adopted.
+    """
+    if _current is None or not dist.is_initialized():
+        return init(threads=torch.get_num_threads())
+    return _current
+
+
 def rank() -> int:
     """Return this process's rank; before `init`, as given by the environment."""
     return _ranks().rank

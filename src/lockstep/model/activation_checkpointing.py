@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from lockstep.foreign_messages import OVERWRITTEN
 from lockstep.kernel.buffers import Buffers, BufferSlot, have_same_bits
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.seeds import isolated, remembered
@@ -77,7 +78,7 @@ class ActivationCheckpointing:
                     "buffers and random numbers, not on a counter that it keeps itself; change "
                     "that, or train without activation_checkpointing=True"
                 ) from error
-            if "modified by an inplace operation" in str(error):
+            if OVERWRITTEN in str(error):
                 raise UsageError(
                     "a tensor that backward needs was overwritten in place; with "
                     "activation_checkpointing=True a block with parameters must not write into its "

@@ -51,7 +51,7 @@ class GroupExchange:
         """
         dtypes = [tensor.dtype for tensor in like]
         buckets = plan([tensor.numel() for tensor in like], dtypes, BUCKET_BYTES)
-        device = like[0].device
+        device = like[0].device  # of all: the trainer has moved its modules there
         reductions = [
             make_all_reduce(bucket, nodes_by_rank, leaves, device, self._group)
             for bucket in buckets

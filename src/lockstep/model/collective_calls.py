@@ -37,8 +37,8 @@ FUNCTIONAL = "torch.distributed._functional_collectives"
 RESOLVE = re.compile("_resolve_group(_name)?$")
 """The names of the functions that they call first."""
 
-_refusal: tuple[Callable[[], str], int] | None = None
-"""A function that returns the place of the micro-batch that is being computed, and its thread."""
+_guards: list[CollectiveCallGuard] = []
+"""The guards that are entered; those of several models need not be left in the opposite order."""
 
 _wrapped: set[Any] = set()
 """The classes, and the names of modules, whose functions have wrappers."""
@@ -52,22 +52,22 @@ class CollectiveCallGuard:
             while calls are permitted.
     """
 
-    __slots__ = ("_outer", "_place")
+    __slots__ = ("place", "thread")
 
     def __init__(self, place: Callable[[], str]) -> None:
-        self._place = place
+        self.place = place
+        self.thread = 0
 
     def __enter__(self) -> None:
         """Begin to refuse calls of this thread."""
-        global _refusal
         if FUNCTIONAL in sys.modules and FUNCTIONAL not in _wrapped:
             _wrap(FUNCTIONAL, sys.modules[FUNCTIONAL], RESOLVE)
-        self._outer, _refusal = _refusal, (self._place, threading.get_ident())
+        self.thread = threading.get_ident()
+        _guards.append(self)
 
     def __exit__(self, *error: object) -> None:
         """Permit calls again."""
-        global _refusal
-        _refusal = self._outer
+        _guards.remove(self)
 
 
 def wrap_collective_calls() -> None:
@@ -87,18 +87,16 @@ def _wrap(key: Any, owner: Any, names: re.Pattern[str]) -> None:
 def _wrapper(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _refusal is not None:
-            _check(name, sys._getframe(1))
+        for guard in _guards:
+            _check(guard, name, sys._getframe(1))
         return function(*args, **kwargs)
 
     return call
 
 
-def _check(name: str, frame: FrameType | None) -> None:
+def _check(guard: CollectiveCallGuard, name: str, frame: FrameType | None) -> None:
     """Raise UsageError if a micro-batch is being computed, and the script made the call."""
-    assert _refusal is not None
-    find_place, thread = _refusal
-    if threading.get_ident() != thread and not is_in_backward():
+    if threading.get_ident() != guard.thread and not is_in_backward():
         return
     while frame is not None and not frame.f_code.co_filename.startswith(LOCKSTEP):
         code = frame.f_code
@@ -109,7 +107,7 @@ def _check(name: str, frame: FrameType | None) -> None:
             return  # the exchange of shards
         if code.co_filename.startswith(f"{TORCH}/distributed"):
             name = code.co_name
-        elif is_user_code(code) and (place := find_place()):
+        elif is_user_code(code) and (place := guard.place()):
             raise UsageError(
                 f"{place}: {name} was called at {describe_line(frame_of_call)}, inside of a step; "
                 "each rank computes other micro-batches, so the result of a collective call "

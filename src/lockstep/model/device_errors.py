@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from types import TracebackType
 
 from torch import nn
 
+from lockstep.foreign_messages import DEVICE_ASSERTION, NOT_DETERMINISTIC
 from lockstep.kernel.errors import UsageError
 
 __all__ = ["explain_device_error"]
-
-MESSAGE = re.compile(r"(\S+)(?: with \S+.*?)? does not have a deterministic implementation")
 
 
 def explain_device_error(error: BaseException, module: nn.Module, where: str) -> UsageError | None:
@@ -23,13 +21,13 @@ def explain_device_error(error: BaseException, module: nn.Module, where: str) ->
         where: The rank, step and micro-batch.
     """
     text = str(error) if isinstance(error, RuntimeError) else ""
-    if "device-side assert" in text:
+    if DEVICE_ASSERTION in text:
         return UsageError(
             f"{where}, or earlier: an index is out of range on the device, such as a label that is "
             "no class or a word that has no embedding; run again with CUDA_LAUNCH_BLOCKING=1, and "
             "the traceback shows the call"
         )
-    match = MESSAGE.search(text)
+    match = NOT_DETERMINISTIC.search(text)
     if match is None:
         return None
     return UsageError(

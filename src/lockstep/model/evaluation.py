@@ -20,6 +20,7 @@ from lockstep.kernel.errors import LossError, StoppedError, UsageError
 from lockstep.kernel.exact_sum import PartialSums, compute_partial_sums, round_sum
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.rng_scopes import find_scopes
+from lockstep.kernel.seeds import isolated
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.forward import (
     DatasetMetric,
@@ -31,6 +32,7 @@ from lockstep.model.forward import (
     has_loss,
     split_targets,
 )
+from lockstep.model.generator_states import state_of_others, state_of_torch
 from lockstep.model.loss_root import check_scalar
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
@@ -92,9 +94,15 @@ class MicrobatchScores(NamedTuple):
 
 
 class EvaluationTask(Protocol):
-    """What an evaluation computes from the outputs of every micro-batch."""
+    """What an evaluation computes from the outputs of every micro-batch.
+
+    Attributes:
+        about: The call, for messages.
+        parallel: The layout and the loss.
+    """
 
     about: str
+    parallel: ParallelContext
 
     def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Return the batches in the form that the executor expects."""
@@ -112,7 +120,6 @@ class EvaluationTask(Protocol):
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
-    parallel: ParallelContext,
     task: EvaluationTask,
     seed: int,
     names: Sequence[str] = (),
@@ -122,11 +129,11 @@ def evaluate(
     Args:
         model: The model.
         batches: This rank's part of each batch.
-        parallel: The layout and the loss.
-        task: What is computed from the outputs.
+        task: What is computed from the outputs, with the layout and the loss.
         seed: The seed of all random numbers.
         names: The names of the model's blocks.
     """
+    parallel = task.parallel
     scopes = make_rng_scopes(find_scopes(model, names), model, seed, parallel.device)
     buffers = Buffers(parallel.modules_with(model))
     where = ""
@@ -137,12 +144,14 @@ def evaluate(
                 scopes.begin_microbatch(-1 - number, microbatch.index)
                 data = parallel.move_to_device(microbatch.data)
                 where = f"rank {parallel.rank}, evaluation batch {number}, {microbatch.index}"
-                # Modules may write buffers even in evaluation mode, so they get copies.
-                with buffers.preserve(), parallel.autocast():
-                    outputs = call_model(model, find_inputs(parallel.loss, data, where), where)
-                    result = task.compute(outputs, data, where)
-                if is_own:
-                    task.add(number, microbatch, data, result, where)
+                # Modules may write buffers even in evaluation mode, so they get copies; so do those
+                # that a metric calls.
+                with buffers.preserve():
+                    with parallel.autocast():
+                        outputs = call_model(model, find_inputs(parallel.loss, data, where), where)
+                        result = task.compute(outputs, data, where)
+                    if is_own:
+                        task.add(number, microbatch, data, result, where)
                 where = ""
     return task.combine()
 
@@ -167,7 +176,8 @@ class Scoring:
     def __init__(
         self, parallel: ParallelContext, metrics: Mapping[str, Metric], ema: bool = False
     ) -> None:
-        self._parallel, self._ema = parallel, ema
+        self.parallel = parallel
+        self._ema = ema
         self._metrics = {k: m for k, m in metrics.items() if not isinstance(m, DatasetMetric)}
         self._of_dataset = {k: m for k, m in metrics.items() if isinstance(m, DatasetMetric)}
         self._rows: list[MicrobatchScores] = []
@@ -180,7 +190,7 @@ class Scoring:
 
     def compute(self, outputs: Any, data: Any, where: str) -> tuple[Any, dict[str, Any], Any]:
         """Return the loss, the metrics and the outputs."""
-        loss, metrics = self._parallel.loss, self._metrics
+        loss, metrics = self.parallel.loss, self._metrics
         if loss is None and (metrics or self._of_dataset) and not has_loss(outputs, where):
             missing = torch.tensor(math.nan)
             return missing, compute_metrics(metrics, outputs, data, where), outputs
@@ -190,11 +200,11 @@ class Scoring:
         """Add the results of a micro-batch of the batch with this number."""
         loss, metrics, outputs = result
         check_scalar(loss, where)
-        weight = _weight(self._parallel, microbatch.size, microbatch.data)
+        weight = _weight(self.parallel, microbatch.size, microbatch.data)
         numbers = {name: float(value) for name, value in metrics.items()}
         scores = MicrobatchScores(microbatch.size, weight, float(loss) if weight else 0.0, numbers)
         self._rows.append(scores)
-        targets = data if self._parallel.loss is None else split_targets(data, where)[1]
+        targets = data if self.parallel.loss is None else split_targets(data, where)[1]
         if self._of_dataset:
             pairs = [metric.select(outputs, targets) for metric in self._of_dataset.values()]
             self._kept.add(number, microbatch, [value for pair in pairs for value in pair])
@@ -202,21 +212,39 @@ class Scoring:
             self._check_means(microbatch.size, numbers, (outputs, targets))
 
     def _check_means(self, size: int, numbers: Mapping[str, float], whole: Any) -> None:
-        """Warn if a metric of a micro-batch is not the mean of those of its halves."""
+        """Warn if a metric of a micro-batch is not the mean of those of its halves.
+
+        A metric that draws random numbers, such as the noise of a generator, is not compared: its
+        halves would have other ones.
+        """
         first = (size + 1) // 2 / size
         for name, value in numbers.items():
-            with suppress(Exception), torch.no_grad():  # of data that are not one row per sample
+            # Errors are those of data that are not one row per sample.
+            with suppress(Exception), self._as_in_compute():
+                before = self._generator_states()
                 one, two = (
                     float(self._metrics[name](*half)) for half in halve_samples(whole, size)
                 )
+                if self._generator_states() != before:
+                    continue
                 mean = first * one + (1 - first) * two
                 if not abs(value - mean) <= TOLERANCE * max(abs(one), abs(two)):
                     self.warnings.append(
-                        f"evaluation: the metric {name} is not a mean over the samples: it is "
+                        f"the metric {name} is not a mean over the samples: it is "
                         f"{value:.4g} for {size} samples, and the mean of those of their halves is "
                         f"{mean:.4g}; pass ls.DatasetMetric({name}), which gets all outputs and "
                         "targets of the dataset at once"
                     )
+
+    @contextmanager
+    def _as_in_compute(self) -> Iterator[None]:
+        """Compute as for the results, and leave the generators as they are."""
+        parallel = self.parallel
+        with torch.no_grad(), parallel.autocast(), isolated(parallel.device, everything=True):
+            yield
+
+    def _generator_states(self) -> tuple[bytes, tuple[object, ...]]:
+        return state_of_torch(self.parallel.device), state_of_others()
 
     def combine(self, failure: str = "") -> Evaluation:
         """Combine the scores of all ranks. A collective call.
@@ -228,7 +256,7 @@ class Scoring:
             StoppedError: The evaluation failed on a rank. Raised on every rank.
             LossError: The weights of all samples sum to 0.
         """
-        parallel, rows = self._parallel, self._rows
+        parallel, rows = self.parallel, self._rows
         mine: list[PartialSums] = [
             compute_partial_sums(row.weight for row in rows),
             compute_partial_sums(row.weight * row.loss for row in rows),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.foreign_messages import BATCH_NORM_OF_ONE
 from lockstep.kernel.errors import LockstepError, LossError, UsageError
 from lockstep.model.static_shapes import TOO_MANY_SHAPES, is_limit_error
 from lockstep.model.target_weights import loss_name
@@ -203,7 +204,7 @@ def call_model(model: nn.Module, data: Any, where: str) -> Any:
 
 def explain_batch_norm(error: BaseException, where: str) -> UsageError | None:
     """Return a better error for torch's error about one value per channel; None for others."""
-    if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
+    if not isinstance(error, ValueError) or BATCH_NORM_OF_ONE not in str(error):
         return None
     return UsageError(
         f"{where} holds one sample, and batch norm cannot train on one: pass drop_last=True to "

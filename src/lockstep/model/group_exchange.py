@@ -25,7 +25,7 @@ from lockstep.data.consistency import require_same_batch
 from lockstep.kernel.buffers import BufferReport
 from lockstep.kernel.layout import Messages
 from lockstep.kernel.rank_status import MetricSum, NonFiniteLoss, StatusSummary
-from lockstep.kernel.step_context import StepLabel
+from lockstep.kernel.step_context import StepLabel, StepWarning
 from lockstep.kernel.step_hooks import StepHook
 
 __all__ = ["GroupMessages", "exchange_statuses", "pack", "unpack"]
@@ -70,7 +70,11 @@ def _read_buffers(values: dict[str, Any]) -> dict[str, list[BufferReport]]:
 
 
 def _read_metrics(values: dict[str, Any]) -> dict[str, MetricSum]:
-    return {name: (samples, sums) for name, (samples, sums) in values.items()}
+    return {name: (weights, sums) for name, (weights, sums) in values.items()}
+
+
+def _read_warnings(values: Sequence[Any]) -> list[tuple[int, StepWarning]]:
+    return [(rank, StepWarning(*fields)) for rank, fields in values]
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -80,7 +84,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "nodes": _make_tuples,
     "losses": _make_tuples,
     "metrics": _read_metrics,
-    "warnings": _make_tuples,
+    "warnings": _read_warnings,
 }
 """How fields are read from JSON, which has lists for all tuples."""
 

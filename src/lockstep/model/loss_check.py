@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lockstep.data.microbatch import Microbatch, halve_samples, join_samples, map_tensors
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.seeds import isolated
-from lockstep.kernel.step_context import IGNORED_TARGETS, NOT_ADDITIVE, StepContext, StepObserver
+from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.forward import compute_loss, split_targets
 from lockstep.model.generator_states import state_of_others, state_of_torch
@@ -86,8 +86,8 @@ class LossCheck(StepObserver):
         self, loss: Callable[..., Any], microbatch: Microbatch, data: Any
     ) -> Callable[..., Any]:
         """Return the loss; it is checked when it is called."""
-        if any(IGNORED_TARGETS in warning for warning in self._step.warnings):
-            return loss  # there is a warning already
+        if self._step.has_warned("ignored_targets"):
+            return loss
 
         def checked(outputs: Any, targets: Any) -> Any:
             if not self._has_warned:
@@ -122,14 +122,17 @@ class LossCheck(StepObserver):
         # A half has no finite mean if all of its targets are ignored.
         if not all(map(math.isfinite, losses)) or abs(loss - mean) > limit:
             self._has_warned = True
-            self._step.warnings.append(
-                f"{self._step.place(microbatch.index)}: the loss {loss_name(self._parallel.loss)} "
-                f"of a micro-batch {NOT_ADDITIVE}, so the gradient is not that of the whole batch: "
+            self._step.warn(
+                self._step.place(microbatch.index),
+                f"the loss {loss_name(self._parallel.loss)} of a micro-batch is not the sum of the "
+                "losses of its halves times their shares, so the gradient is not that of the whole "
+                "batch: "
                 'return a mean over the samples, set the attribute reduction = "sum" of a loss '
                 "that adds them up, or pass loss_weight= a function that returns what the loss of "
                 "a micro-batch divides by; for a loss that compares samples with each other or "
                 'divides by several numbers, see "Losses over the whole batch" in the guide to '
-                "training"
+                "training",
+                "not_additive",
             )
 
     def _weigh(self, part: Part, size: int) -> float:

@@ -13,7 +13,7 @@ from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.errors import LossError
 from lockstep.kernel.loss_weights import compute_shares, is_sum, share_by_size
 from lockstep.kernel.splitting import split_evenly
-from lockstep.kernel.step_context import IGNORED_TARGETS, StepContext
+from lockstep.kernel.step_context import StepContext
 
 __all__ = ["start_batch"]
 
@@ -107,9 +107,10 @@ def _warn_of_ignored_targets(
         )
     for part in batch.microbatches:
         if count_ignored(part.data):
-            step.warnings.append(
-                f"{step.place(part.index)}: the loss {IGNORED_TARGETS}{kind}, so its mean is "
-                "not a mean over samples, and the gradient is not that of the whole batch; "
-                f"pass loss_weight={advice}"
+            step.warn(
+                step.place(part.index),
+                f"the loss ignores some targets{kind}, so its mean is not a mean over samples, and "
+                f"the gradient is not that of the whole batch; pass loss_weight={advice}",
+                "ignored_targets",
             )
             return

@@ -17,6 +17,7 @@ from itertools import islice
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.kernel.errors import UsageError
 
@@ -95,7 +96,8 @@ def allocate_repeated(modules: Mapping[str, nn.Module]) -> None:
     """Give expanded and lazily conjugated tensors separate memory for every element.
 
     Exchanges between ranks, checkpoints and averages write into them. They remain the same tensor
-    objects.
+    objects. The weight that `torch.nn.utils.spectral_norm` computes in forward is the original one
+    until then; it gets its own memory, too.
 
     Args:
         modules: Modules by the prefix of their tensors' names.
@@ -104,6 +106,12 @@ def allocate_repeated(modules: Mapping[str, nn.Module]) -> None:
         UsageError: A trainable parameter is expanded, or an expanded tensor shares its memory with
             another tensor.
     """
+    for model in modules.values():
+        for module in model.modules():
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, SpectralNorm):
+                    computed = vars(module)[hook.name]
+                    vars(module)[hook.name] = computed.detach().clone()
     named = {
         ".".join(filter(None, (root, name))): tensor
         for root, model in modules.items()

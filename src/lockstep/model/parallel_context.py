@@ -66,6 +66,8 @@ class ParallelContext:
         self.device_type = self.device.type
         self.count_ignored = find_ignored_count(self.loss)
         self._spare: Microbatch | None = None  # see `take_turns`
+        # The nodes that each rank holds in a step that others than the planned ranks complete.
+        self.held_nodes: Sequence[Sequence[Node]] | None = None
         self._find_replica()
 
     def _find_replica(self) -> None:
@@ -113,20 +115,27 @@ class ParallelContext:
             "rank": self.rank,
         }
 
-    def split(self, batch: Any) -> Batch:
+    def split(self, batch: Any, share: ReplicaShare | None = None) -> Batch:
         """Return this rank's part of a batch from a loader, or of a whole batch.
 
         A whole batch is hashed if there are other ranks to compare it with, or a record.
+
+        Args:
+            batch: The batch.
+            share: Which micro-batches; None: those of this rank.
         """
+        share = share or self.share
         if isinstance(batch, Batch):
-            return batch.for_share(self.share)
-        part = split_batch(batch, self.share)
+            return batch.for_share(share)
+        part = split_batch(batch, share)
         if self.replicas * self.stages == 1 and not self.is_recorded:
             return part
         return replace(part, identity=BatchIdentity(checksum=hash_content(batch)))
 
     def assign_nodes(self, leaves: int) -> Sequence[Sequence[Node]]:
         """Return, for each replica, the nodes of the tree that cover its micro-batches."""
+        if self.held_nodes is not None:
+            return self.held_nodes
         return self.share.nodes(leaves) if self.is_interleaved else assign_nodes(leaves, self.hosts)
 
     def take_turns(self, batch: Batch) -> Iterator[tuple[Microbatch, bool]]:

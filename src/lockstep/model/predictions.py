@@ -61,11 +61,12 @@ class Predictions:
     about = "a prediction"
 
     def __init__(self, parallel: ParallelContext) -> None:
-        self._parallel, self._outputs = parallel, GatheredSamples(parallel)
+        self.parallel = parallel
+        self._outputs = GatheredSamples(parallel)
 
     def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Return the batches; with a loss function, each micro-batch ends with targets."""
-        return batches if self._parallel.loss is None else map(_label, batches)
+        return batches if self.parallel.loss is None else map(_label, batches)
 
     def compute(self, outputs: Any, data: Any, where: str) -> Any:
         """Return the outputs."""

@@ -92,7 +92,8 @@ class StateMutationCheck(StepHook, StepObserver):
         is_stopped = step.failure is not None and step.is_stopped
         if not is_stopped:
             self._compare()
-            step.warnings += [f"{step.where}: {sentence}" for sentence in self.held.warnings]
+            for sentence in self.held.warnings:
+                step.warn(step.where, sentence)
             self.held.warnings = []
         if self._failure:
             step.refuse(self._failure)

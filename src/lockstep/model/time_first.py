@@ -24,8 +24,6 @@ from lockstep.model.compilation import is_compiled
 
 __all__ = ["TimeFirstWarning"]
 
-NAMED = "has batch_first=False and gets as many time steps as the micro-batch has samples"
-
 
 class TimeFirstWarning(StepHook):
     """The hook that warns in the first step if a module takes samples for time steps.
@@ -69,9 +67,12 @@ class TimeFirstWarning(StepHook):
         if here is None or step.batch is None or len(shape) != 3:
             return
         size = next(part.size for part in step.batch.microbatches if part.index == here[0])
-        if shape[0] == size != shape[1] and not any(NAMED in text for text in step.warnings):
-            step.warnings.append(
-                f"{step.place(here[0])}: {type(module).__name__} {name} {NAMED}: the first "
-                "dimension of a batch, which is split into micro-batches, must be the samples; "
-                "transpose the batch, and pass batch_first=True or transpose it again in forward"
+        if shape[0] == size != shape[1] and not step.has_warned("time_first"):
+            step.warn(
+                step.place(here[0]),
+                f"{type(module).__name__} {name} has batch_first=False and gets as many time steps "
+                "as the micro-batch has samples: the first dimension of a batch, which is split "
+                "into micro-batches, must be the samples; transpose the batch, and pass "
+                "batch_first=True or transpose it again in forward",
+                "time_first",
             )

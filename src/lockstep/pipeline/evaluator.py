@@ -15,13 +15,14 @@ from torch import nn
 
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
-from lockstep.kernel.errors import LostError, StoppedError
+from lockstep.kernel.errors import StoppedError
 from lockstep.kernel.seeds import isolated
+from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.evaluation import EvaluationTask, evaluation_mode
 from lockstep.pipeline.aliasing import SentTensors
 from lockstep.pipeline.composition import Composition
-from lockstep.pipeline.p2p import RngState
+from lockstep.pipeline.p2p import LinkError, RngState
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.stage import StageInput, make_first_input
@@ -63,9 +64,11 @@ class PipelineEvaluator:
         failure = ""
         try:
             self._run(batches)
-        except LostError:
+        except LinkError:
             raise
         except Exception as error:
+            if is_lost_peer(error):
+                raise
             failed = error
             message = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             failure = str(error) if isinstance(error, StoppedError) else f"{self._where}: {message}"
@@ -119,21 +122,23 @@ class PipelineEvaluator:
             given = StageInput.from_message(*message, links.inputs.rng_state)
         scopes, inspector = self._scopes[stage], self._pipeline.stages[stage].inspector
         scopes.begin_microbatch(-1 - number, index, given.rng_state.last_call)
-        with self._buffers[stage].preserve(), parallel.autocast():
-            blocks = list(self._blocks[stage].values())
-            value = inspector.call_blocks(blocks, given.data, where)
-            rng_state = RngState(scopes.last_call)
+        with self._buffers[stage].preserve():
+            with parallel.autocast():
+                blocks = list(self._blocks[stage].values())
+                value = inspector.call_blocks(blocks, given.data, where)
+                rng_state = RngState(scopes.last_call)
+                if links.outputs is None:
+                    scopes.begin_loss()
+                    data = parallel.move_to_device(microbatch.data)
+                    compute = partial(self._task.compute, data=data, where=where)
+                    result = inspector.compute_loss(compute, value, where)
+                    given.received.check(where)
+                else:
+                    flat = inspector.flatten_output(value, blocks, given.received, where)
+            scopes.pause()
             if links.outputs is None:
-                scopes.begin_loss()
-                data = parallel.move_to_device(microbatch.data)
-                compute = partial(self._task.compute, data=data, where=where)
-                result = inspector.compute_loss(compute, value, where)
-                given.received.check(where)
-            else:
-                structure, tensors = inspector.flatten_output(value, blocks, given.received, where)
-        scopes.pause()
-        if links.outputs is None:
-            self._task.add(number, microbatch, data, result, where)
-        else:
+                self._task.add(number, microbatch, data, result, where)
+        if links.outputs is not None:
+            structure, tensors = flat
             links.outputs.send(structure, tensors, EVALUATION + number, index, rng_state)
             self._sent.append((where, SentTensors(tensors)))

@@ -8,7 +8,6 @@ every call, other dependencies in the first calls and in some later ones.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lockstep.foreign_messages import META_DEVICE
 from lockstep.kernel.errors import LossError, UsageError
 from lockstep.model.deferred_init import Released
 from lockstep.model.forward import call_model
@@ -151,7 +151,7 @@ class BlockInspector:
                 raise named from error
             raise
         except (RuntimeError, LossError) as error:
-            if not re.search(r"\bmeta\b", str(error), re.IGNORECASE):
+            if not META_DEVICE.search(str(error)):
                 raise
             raise UsageError(
                 f"{self._describe_reader()} computes with a tensor on the meta device, which is "

@@ -27,7 +27,8 @@ import torch
 from lockstep.comm.activity import Waiting
 from lockstep.comm.collectives import is_staged, to_pinned
 from lockstep.devices import is_accelerator
-from lockstep.kernel.errors import LostError, StoppedError, WorkError
+from lockstep.kernel.errors import CommunicationError, LostError, StoppedError, WorkError
+from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.pipeline.boundary import (
     Structure,
     TensorMeta,
@@ -37,11 +38,15 @@ from lockstep.pipeline.boundary import (
     view_received,
 )
 
-__all__ = ["INITIAL_RNG_STATE", "Receiver", "RngState", "Sender"]
+__all__ = ["INITIAL_RNG_STATE", "LinkError", "Receiver", "RngState", "Sender"]
 
 PAGE = 1024
 HEADER = struct.Struct("<IIIQII")
 OK, FAILED = 0, 1
+
+
+class LinkError(CommunicationError):
+    """A value did not come from another rank, which may still run; the link cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,8 @@ class Receiver:
 
         Raises:
             StoppedError: The other rank failed.
-            LostError: The connection to the other rank is lost.
+            LostError: A rank is lost.
+            LinkError: The value did not come, such as within the timeout.
         """
         self.post()
         assert self._posted is not None
@@ -218,7 +224,8 @@ class Receiver:
                 work.wait()
         except RuntimeError as error:
             message = (str(error).splitlines() or [""])[0]
-            raise LostError(f"waited for rank {self.peer}: {message}") from error
+            kind = LostError if is_lost_peer(error) else LinkError
+            raise kind(f"waited for rank {self.peer}: {message}") from error
 
     def _receive_text(self, page: memoryview, length: int) -> bytes:
         if HEADER.size + length <= PAGE:

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.kernel.errors import LayoutError, LostError, StoppedError
+from lockstep.kernel.errors import LayoutError, StoppedError
 from lockstep.kernel.seeds import isolated
 from lockstep.kernel.step_context import ComputedMicrobatch, StepContext, StepFailure
+from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.model.forward import Metric, compute_results
 from lockstep.model.loss_root import record_loss, scale_loss
 from lockstep.model.loss_shares import start_batch
 from lockstep.pipeline.boundary import flatten, unflatten
 from lockstep.pipeline.composition import Composition
-from lockstep.pipeline.p2p import Receiver, RngState
+from lockstep.pipeline.p2p import LinkError, Receiver, RngState
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.schedules import Action
 from lockstep.pipeline.split_backward import GraphInput
@@ -82,9 +83,11 @@ class ScheduleExecutor:
                 self._execute(action)
             for stage in self.pipeline.stages.values():
                 self._skip_absent(stage)
-        except LostError:
+        except LinkError:
             raise
         except Exception as error:
+            if is_lost_peer(error):
+                raise
             self._fail(error)
 
     def position(self) -> tuple[int, int] | None:

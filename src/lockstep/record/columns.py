@@ -15,6 +15,7 @@ import numpy.typing as npt
 from lockstep.messages import escape_control
 
 __all__ = [
+    "OUTSIDE",
     "TIME_CATEGORIES",
     "Column",
     "Line",
@@ -31,6 +32,9 @@ Line = dict[str, Any]
 TIME_CATEGORIES = ("compute", "communication", "waiting", "data")
 """The categories of a step's time, in the order of a row of `ranks`."""
 
+OUTSIDE = "outside steps"
+"""The category of the time between steps that is neither `data` nor waiting."""
+
 SCALARS = ("t", "step", "epoch", "loss", "samples", "seconds", "lr", "norm")
 
 
@@ -39,7 +43,9 @@ class Steps:
     """The steps of a run as columns of equal length; NaN where a line has no value.
 
     `ranks` has the shape [steps, ranks, 4]: the seconds that a rank spent on each of
-    `TIME_CATEGORIES`. The second dimension is 0 if no step has values.
+    `TIME_CATEGORIES`. The second dimension is 0 if no step has values. `outside` has the shape
+    [steps, ranks]: the seconds of `OUTSIDE` before the step; 0 where a line has none, as in
+    records of earlier versions.
     """
 
     t: Column
@@ -52,6 +58,7 @@ class Steps:
     norm: Column
     metrics: dict[str, Column]
     ranks: Column
+    outside: Column
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -61,12 +68,13 @@ class Steps:
         """Return the steps from position `first`, without ranks that occur in none of them."""
         steps = self.select(slice(first, None))
         known = np.flatnonzero(~np.isnan(steps.ranks).all(axis=(0, 2)))
-        return replace(steps, ranks=steps.ranks[:, : known[-1] + 1 if len(known) else 0])
+        width = known[-1] + 1 if len(known) else 0
+        return replace(steps, ranks=steps.ranks[:, :width], outside=steps.outside[:, :width])
 
     def select(self, chosen: slice | npt.NDArray[np.bool_]) -> Steps:
         """Return some of the steps."""
         return Steps(
-            **{name: getattr(self, name)[chosen] for name in (*SCALARS, "ranks")},
+            **{name: getattr(self, name)[chosen] for name in (*SCALARS, "ranks", "outside")},
             metrics={name: column[chosen] for name, column in self.metrics.items()},
         )
 
@@ -76,7 +84,8 @@ def parse_steps(steps: list[Line]) -> Steps:
     scalars = {name: _column(steps, name) for name in SCALARS}
     metrics = _metric_columns([line.get("metrics") for line in steps])
     ranks = _rank_rows([line.get("ranks") for line in steps])
-    return Steps(**scalars, metrics=metrics, ranks=ranks)
+    outside = _rank_values([line.get("outside") for line in steps], ranks.shape[1])
+    return Steps(**scalars, metrics=metrics, ranks=ranks, outside=outside)
 
 
 def _column(lines: list[Any], name: str) -> Column:
@@ -108,6 +117,15 @@ def _rank_rows(values: list[Any]) -> Column:
     return ragged
 
 
+def _rank_values(values: list[Any], width: int) -> Column:
+    """Return one value for each rank; 0 for a rank without one."""
+    columns = np.zeros((len(values), width))
+    for step, row in enumerate(values):
+        if isinstance(row, list) and len(row) <= width:
+            columns[step, : len(row)] = np.nan_to_num(_as_floats(row), posinf=0.0, neginf=0.0)
+    return columns
+
+
 def _as_floats(values: list[Any]) -> Column:
     return np.array([as_float(value) for value in values], np.float64)
 
@@ -133,6 +151,7 @@ def concatenate_steps(blocks: list[Steps]) -> Steps:
     return Steps(
         **{name: _concatenate([getattr(block, name) for block in blocks]) for name in SCALARS},
         ranks=_concatenate_rows([block.ranks for block in blocks]),
+        outside=_concatenate_columns([block.outside for block in blocks]),
         metrics={
             name: _concatenate([block.metrics.get(name, nan) for block, nan in blocks_and_unknown])
             for name in names
@@ -152,3 +171,10 @@ def _concatenate_rows(parts: list[Column]) -> Column:
         np.pad(rows, pad, constant_values=np.nan) for rows, pad in zip(parts, padding, strict=True)
     ]
     return np.concatenate(padded) if padded else np.empty((0, 0, len(TIME_CATEGORIES)))
+
+
+def _concatenate_columns(parts: list[Column]) -> Column:
+    """Concatenate arrays of the shape [steps, ranks]; missing values are 0."""
+    most = max((columns.shape[1] for columns in parts), default=0)
+    padded = [np.pad(columns, ((0, 0), (0, most - columns.shape[1]))) for columns in parts]
+    return np.concatenate(padded) if padded else np.empty((0, 0))

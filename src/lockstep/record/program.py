@@ -16,9 +16,8 @@ import sysconfig
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.kernel.errors import UsageError
 from lockstep.launcher.rank_process import get_launch_number, get_task
-from lockstep.launcher.run_folder import find_launch_folder, read_description
+from lockstep.launcher.run_folder import find_description, find_launch_folder
 from lockstep.launcher.stacks import INSTALLED
 from lockstep.launcher.tracebacks import find_ipython_shell
 
@@ -69,10 +68,7 @@ def describe_program(kind: str | None = None, target: str | None = None) -> dict
 def find_started_folder() -> str:
     """Return the working directory in which the program was started; the current one if unknown."""
     folder = find_launch_folder()
-    try:
-        launched = None if folder is None else read_description(folder)
-    except UsageError:  # damaged
-        launched = None
+    launched = None if folder is None else find_description(folder)
     return os.getcwd() if launched is None else launched.cwd
 
 

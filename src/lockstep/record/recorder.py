@@ -120,6 +120,7 @@ class Recorder:
         line = {"kind": kind, "t": round(time.perf_counter() - self._began, 6), **fields}
         if kind == "step" and "ranks" in fields:
             line["ranks"] = [[round(part, 6) for part in row] for row in fields["ranks"]]
+            line["outside"] = [round(seconds, 6) for seconds in fields.get("outside", ())]
         elif kind == "run":
             line = self._header(fields) | self._store_sources()
         elif kind == "resume":

@@ -37,6 +37,18 @@ KINDS = {
     "manual": "takes a manual step outside of a loop over batches",
 }
 
+ADVICE = {
+    "epoch": "resume with at least as many epochs",
+    "steps": "resume with at least as many steps",
+    "manual": "resume with at least as many steps",
+    "evaluation": "make this call here, too",
+    "save": "make this call here, too",
+}
+"""What to do if the script does not make a call of this kind again."""
+
+TRAINING = ("epoch", "steps", "manual")
+"""The kinds of calls that train; the others leave the weights as they are."""
+
 IDENTITY = ("samples", "batch_size", "seed", "shuffle", "drop_last")
 """The entries of a batches' state that must be the same when it is resumed."""
 
@@ -236,7 +248,7 @@ class CallJournal:
             raise UsageError(
                 f"trainer.{name}() was not called here by rank 0 of the interrupted run, which "
                 f"{_describe(self._answers[0])} next, and the weights of that time are not kept: "
-                "resume with at least as many epochs, or write `if not trainer.is_replaying:` "
+                f"{ADVICE[self._answers[0]['kind']]}, or write `if not trainer.is_replaying:` "
                 "before the call"
             )
         return value
@@ -266,12 +278,25 @@ class CallJournal:
         self._open.append(epoch)
         return epoch, entry
 
+    def skip_end(self) -> str:
+        """Forget the calls that are still to be repeated, if none of them has trained.
+
+        Returns:
+            What the first of them does; "" if none is forgotten.
+        """
+        has_trained = any(answer["kind"] in TRAINING for answer in self._answers)
+        if self._open or has_trained or not self._answers:
+            return ""
+        skipped = _describe(self._answers[0])
+        self._answers = []
+        return skipped
+
     def require_finished(self) -> None:
         """Raise UsageError if the script ends before the position of the interrupted run."""
         if self._answers:
             raise UsageError(
                 "the script ended before the point of the interruption; the interrupted run "
-                f"{_describe(self._answers[0])} next: resume with at least as many epochs"
+                f"{_describe(self._answers[0])} next: {ADVICE[self._answers[0]['kind']]}"
             )
 
     def _take(self, kind: str, asked: Mapping[str, Any]) -> Entry:

@@ -23,46 +23,43 @@ class EvaluationOperation:
 
     Args:
         run: The run, which answers a resumed script.
-        begin_scoring: Returns the task of an evaluation, given whether averaged weights are used.
     """
 
-    def __init__(
-        self,
-        run: ResumableRun,
-        begin_scoring: Callable[[bool], Scoring],
-    ) -> None:
-        self._run, self._state, self._parallel = run, run.state, run.state.parallel
-        self._begin_scoring = begin_scoring
+    def __init__(self, run: ResumableRun) -> None:
+        self._run = run
+        self._state = run.state
+        self._parallel = run.state.parallel
 
-    def evaluate(self, options: Mapping[str, Any], *, ema: bool) -> Evaluation:
+    def evaluate(
+        self, options: Mapping[str, Any], begin: Callable[[], Scoring], *, ema: bool
+    ) -> Evaluation:
         """Return the mean loss and the metrics over a dataset.
 
         Args:
             options: The options of `Batches`.
+            begin: Returns the task of the evaluation.
             ema: Whether to evaluate the averaged weights.
         """
 
         def commit(task: Scoring, evaluation: Evaluation) -> dict[str, Any]:
             for warning in task.warnings:
-                self._state.history.warn(self._parallel.rank, warning, show=True)
+                self._state.history.warn(self._parallel.rank, "evaluation", warning, show=True)
             self._state.history.add_evaluation(evaluation)
             return vars(evaluation)
 
         def call() -> dict[str, Any]:
-            recorded: dict[str, Any] = self._perform(
-                options, ema, lambda: self._begin_scoring(ema), commit
-            )
+            recorded: dict[str, Any] = self._perform(options, ema, begin, commit)
             return recorded
 
         batches = self._make_batches(options, "an evaluation")
         return Evaluation(**self._run.evaluate(batches, call, ema=ema))
 
-    def predict(self, options: Mapping[str, Any], *, ema: bool) -> Any:
+    def predict(
+        self, options: Mapping[str, Any], begin: Callable[[], Predictions], *, ema: bool
+    ) -> Any:
         """Return the outputs for a dataset; the arguments are those of `evaluate`."""
         self._run.begin_prediction()
-        return self._perform(
-            options, ema, lambda: Predictions(self._parallel), lambda task, outputs: outputs
-        )
+        return self._perform(options, ema, begin, lambda task, outputs: outputs)
 
     def _make_batches(self, options: Mapping[str, Any], about: str) -> Batches:
         def agree(message: bytes, doing: str) -> list[bytes]:

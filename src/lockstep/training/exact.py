@@ -1,220 +1,215 @@
-"""Equal bits in your own training loop: `ls.exact` on a model in torch's DistributedDataParallel.
+"""Equal bits in a training loop of the script's own: the handle that `ls.exact` returns.
 
-    begin of micro-batch m    generators seeded with (seed, step, m), fresh buffers
-    forward, backward         your code
-    end of backward           `.grad` becomes leaf m of the tree, buffers are collected
-    end of the last one       leaves are added over all ranks into `.grad`, buffers are merged
-    optimizer.step()          your code; the generators continue as if the step had drawn nothing
+    for batch in exact.batches(dataset, batch_size=128):     exact_batch.py
+        for inputs, targets in batch:                        a step: script_steps.py
+            batch.backward(loss_function(model(inputs), targets))
+        optimizer.step()
 
-DistributedDataParallel gives all ranks the same weights, and is idle afterwards: the trainer's
-reducer adds the gradients (`lockstep.training.exact_step`). A model that `fully_shard` has sharded
-exchanges gradients in backward, in the order of the tree, and `.grad` has this rank's shards
-(`lockstep.data_parallel.sharded_gradients`).
+    for inputs, targets in exact.microbatches(loader):       flat_loop.py
+        exact.weigh(loss_function(model(inputs), targets)).backward()
+        if exact.is_complete: optimizer.step()
+
+Both loops take their steps as the trainer does (`lockstep.training.step_operation`), with the same
+checks, record, checkpoints and audit. `lockstep.training.exact_setup` makes the handle.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils._pytree import tree_map_only
 
-from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.audit.call_audit import SEVERAL_CALLS, CallAudit
-from lockstep.comm.sparse_gradients import sparse_weights
-from lockstep.data.assignment import ReplicaShare, on_one_host
-from lockstep.data.microbatch import align_tensors
-from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSampler, PlannedMicrobatch
-from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.data_parallel.sharded_gradients import (
-    ShardedGradients,
-    find_mesh,
-    is_fully_sharded,
-)
-from lockstep.data_parallel.sharded_norm import clip_grad_norm_
+from lockstep.checkpoint.stop_request import stopping
+from lockstep.data.dataloader import resolve_data
+from lockstep.data.microbatch_sampler import MicrobatchSampler, MicrobatchSource
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.rng_scopes import BEFORE, find_scopes
-from lockstep.kernel.seeds import torch_generators
-from lockstep.kernel.step_hooks import StepResult
+from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.messages import log
-from lockstep.model.across_ranks import verify_across_ranks
-from lockstep.model.backward_watch import BackwardWatch
-from lockstep.model.blocks import find_block_names
-from lockstep.model.description import describe_arithmetic, describe_tensors
-from lockstep.model.native_seeder import make_rng_scopes, make_seeder
-from lockstep.model.watched_calls import Arguments
-from lockstep.training.exact_observation import ExactObservation
-from lockstep.training.exact_step import ExactModel, ExactStep
-from lockstep.training.sharded_step import require_shardable
-from lockstep.training.trainer_hooks import current_session
-from lockstep.training.unsupported_modules import reject_unsupported_modules
+from lockstep.model.evaluation import Evaluation, Scoring
+from lockstep.model.forward import Metric
+from lockstep.model.predictions import Predictions
+from lockstep.model.target_weights import infer_weight_function
+from lockstep.training.exact_batch import ExactBatch, ExactBatches
+from lockstep.training.flat_loop import FlatLoop
+from lockstep.training.script_steps import ScriptSteps
+from lockstep.training.services import EngineParts, Services
 
-__all__ = ["Exact", "exact"]
+__all__ = ["Exact"]
 
 Item = TypeVar("Item")
 
-_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models that have a handle."""
 
-
-def exact(
-    model: nn.Module, microbatches: int = 8, seed: int = 0, *, audit: AuditConfig | bool = True
-) -> Exact:
-    """Give a training loop the same bits on any number of ranks. Call this on every rank.
-
-    Args:
-        model: The model in torch's DistributedDataParallel, or sharded by torch's `fully_shard`; on
-            one rank also the model itself. Any of them may be compiled by `torch.compile`.
-        microbatches: The number of micro-batches of a batch, at least the number of ranks.
-        seed: The random seed of the micro-batches.
-        audit: When each rank repeats a call of the model, to find hidden state and faulty
-            processors: an `AuditConfig`; True for its defaults, False for never. Nothing else finds
-            state in attributes and globals.
-
-    Returns:
-        The handle of the loop.
-
-    Raises:
-        UsageError: The model or its wrapper has something that cannot be exact.
-        LayoutError: There are more ranks than micro-batches.
-        DisagreementError: The arguments or the models differ between ranks.
-    """
-    return Exact(model, microbatches, seed, read_audit(audit))
-
-
-class Exact:
+class Exact(Services):
     """The handle of a training loop with equal bits; `ls.exact` returns it.
 
-    It has many methods: the loop, its DataLoader, its optimizer and autograd each call it.
-
-    Attributes:
-        steps: The number of complete steps.
-        is_complete: Whether the gradients of the whole batch are in `.grad`, on every rank: from
-            the end of the last micro-batch's backward until the next micro-batch begins.
+    Args:
+        engine: The parts of the training.
+        steps: The steps of the loop.
+        model: The model as the script calls it, perhaps in DistributedDataParallel.
+        clip: A function of gradients, the largest norm and the call, for messages, that scales the
+            gradients, and returns their norm.
+        flat_refusal: Why the loop has to be nested; "" if it need not be.
     """
 
     def __init__(
-        self, model: nn.Module, microbatches: int, seed: int, audit: AuditConfig | None
+        self,
+        engine: EngineParts,
+        steps: ScriptSteps,
+        model: nn.Module,
+        clip: Callable[[Sequence[torch.Tensor], float, str], float],
+        flat_refusal: str = "",
     ) -> None:
-        outer: nn.Module = getattr(model, "_orig_mod", model)
-        self._wrapper = outer if isinstance(outer, DistributedDataParallel) else None
-        inner: nn.Module = outer if self._wrapper is None else self._wrapper.module
-        module: nn.Module = getattr(inner, "_orig_mod", inner)
-        self._is_sharded = is_fully_sharded(module)
-        group = None if self._wrapper is None else self._wrapper.process_group
-        mesh = find_mesh(module) if self._is_sharded else None
-        group = group if mesh is None else mesh.ranks
-        ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-        rank = dist.get_rank(group) if ranks > 1 else 0
-        hosts = on_one_host(ranks) if mesh is None else mesh.hosts
-        share = ReplicaShare(microbatches, hosts, rank, self._is_sharded)
-        _reject(module, self._wrapper, 1 if self._is_sharded else ranks)
-        if torch.get_num_threads() > 1 and share.replica == 0:
-            log(
-                f"ls.exact: bits depend on the number of intra-op threads, here "
-                f"{torch.get_num_threads()}, which launchers set (OMP_NUM_THREADS): call "
-                "torch.set_num_threads(1), or use the same number on any number of ranks"
+        super().__init__(engine)
+        self._script_steps = steps
+        self._outer = model
+        self._clip = clip
+        self._flat_refusal = flat_refusal
+        self._flat: FlatLoop | None = None
+        self._start = (0, 0)  # the epoch and the batch at which a flat loop begins
+
+    # --- a loop over batches ------------------------------------------------------------------
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        seed: int | None = None,
+        epoch: int | None = None,
+        **options: Any,
+    ) -> ExactBatches:
+        """Return the batches of one epoch; iterating over each of them computes one step.
+
+        Each rank loads its own micro-batches. The epoch is complete, for the record, when its last
+        batch has been trained.
+
+        Args:
+            dataset: A map-style or iterable dataset, or a DataLoader, whose options are used.
+            batch_size: The number of samples of a batch, over all ranks. Required unless `dataset`
+                is a DataLoader, whose batch size is then the one over all ranks.
+            seed: The seed of order and augmentation. None: that of the handle.
+            epoch: The number of the epoch, from 0, which with `seed` decides order and
+                augmentation. None: each iteration is the epoch after the latest one.
+            **options: `shuffle` (default True), `sampler`, `batch_sampler`, `drop_last`,
+                `num_workers`, `collate_fn` and `pin_memory`, with their meanings in
+                `torch.utils.data.DataLoader`. See the guide on data.
+
+        Raises:
+            UsageError: An option is unknown, or cannot be combined with another one.
+            DisagreementError: While iterating, ranks ask for different batches; raised on every
+                rank.
+        """
+        self._script_steps.settle()
+        given = resolve_data(dataset, batch_size, options)
+        batches = self.engine.make_batches(given, seed, epoch, self.finish)
+        return ExactBatches(batches, self._script_steps)
+
+    @overload
+    def use(self, source: ExactBatch) -> ExactBatch: ...
+
+    @overload
+    def use(self, source: MicrobatchSource) -> None: ...
+
+    def use(self, source: MicrobatchSource | ExactBatch) -> ExactBatch | None:
+        """Train on the batch, or on the sampler, of another handle, as in a GAN.
+
+        Args:
+            source: A batch that another handle has yielded, or its sampler.
+
+        Returns:
+            The batch of this handle, iterating over which computes a step; None for a sampler.
+        """
+        if isinstance(source, ExactBatch):
+            return ExactBatch(source.data, self._script_steps)
+        self._open_flat().follow(source)
+        return None
+
+    def evaluate(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        loss: Callable[..., Any] | None = None,
+        loss_weight: WeightFunction | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        **options: Any,
+    ) -> Evaluation:
+        """Return the mean loss and metrics over a dataset, each sample counted once.
+
+        The results are the same floats on every rank, and for any number of ranks. Changes of
+        buffers during the evaluation are discarded.
+
+        Args:
+            dataset: As for `batches`.
+            batch_size: As for `batches`. It affects the bits of the mean.
+            loss: A function of (outputs, targets) that returns the mean over the samples. None:
+                the model gets the whole micro-batch, and returns its loss.
+            loss_weight: A function of the data of a micro-batch that returns its weight. None: the
+                number of samples, or what the loss divides by if that is known.
+            metrics: Functions of (outputs, targets) by name, each returning a mean over the
+                samples; with `loss=None`, of the outputs and the micro-batch. For other metrics,
+                such as F1 or AUC, a `DatasetMetric`.
+            **options: As for `batches`, but `shuffle` is False by default.
+
+        Raises:
+            UsageError: An option is invalid, or a step is open.
+        """
+        given = self._select_data("evaluate()", dataset, batch_size, options)
+        weight = loss_weight or infer_weight_function(loss)
+        parallel = replace(self.parallel, loss=loss, loss_weight=weight)
+        begin = partial(Scoring, parallel, metrics or {})
+        with stopping(self.finish, self._run.safe_points.abandon):
+            evaluation: Evaluation = self.engine.evaluations.evaluate(given, begin, ema=False)
+        return evaluation
+
+    def predict(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Any:
+        """Return the model's outputs in evaluation mode for all samples, in the dataset's order.
+
+        Every rank gets all outputs, as tensors on the CPU. They have the form that the model
+        returns, and are joined along dimension 0; a list of mappings has one mapping per sample.
+        The last entry of a sample with several is its targets, which the model does not get.
+
+        Args:
+            dataset: As for `batches`.
+            batch_size: As for `batches`. It affects the bits of models that compare samples.
+            **options: As for `batches`, but `shuffle` is False by default.
+
+        Raises:
+            UsageError: The outputs cannot be joined, or a step is open.
+        """
+        given = self._select_data("predict()", dataset, batch_size, options)
+        parallel = replace(self.parallel, loss=nn.functional.mse_loss)
+        begin = partial(Predictions, parallel)
+        with stopping(self.finish, self._run.safe_points.abandon):
+            return self.engine.evaluations.predict(given, begin, ema=False)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale the gradients to a 2-norm of at most `max_norm`; return their norm before.
+
+        Call it on every rank between the last backward and `optimizer.step()`. The norm has the
+        same bits on any number of ranks, also if the model is sharded.
+
+        Raises:
+            UsageError: The gradients are not those of a whole batch.
+        """
+        steps = self._script_steps
+        if not steps.is_complete:
+            raise UsageError(
+                f"{steps.place}: exact.clip_grad_norm_() was called before the last micro-batch of "
+                "the batch: call it after the loop over the batch, or if exact.is_complete"
             )
-        self._seed = seed
-        if ranks > 1:
-            settings = {"microbatches": f"{microbatches}", "seed": f"{seed}"}
-            settings["intra-op threads"] = f"{torch.get_num_threads()}"
-            verify_across_ranks(
-                "the model of ls.exact",
-                settings | describe_arithmetic() | describe_tensors("model", module),
-                "pass the same arguments and the same model to ls.exact on every rank",
-                group,
-            )
-        named = list(module.named_parameters())
-        # A graph that contains the whole wrapper is one scope.
-        called, device = inner if model is self._wrapper else model, named[0][1].device
-        scopes = find_scopes(called, find_block_names(called, None))
-        rng, session = make_rng_scopes(scopes, called, seed, device), current_session()
-        call = _make_call(called, self._wrapper)
-        gradients: GradientReducer | ShardedGradients
-        if self._is_sharded:
-            gradients = ShardedGradients(named, module)
-        else:
-            sparse = sparse_weights(module.modules())
-            gradients = GradientReducer(named, group, modules=[module], sparse=sparse)
-        self._model = ExactModel(
-            module,
-            [parameter for _, parameter in named],
-            gradients,
-            rng,
-            # A command that observes the steps would record the repetition.
-            CallAudit(
-                audit if session is None else None,
-                share.replica,
-                call,
-                {"": module},
-                rng,
-                self._find_position,
-                "ls.exact",
-                gradients if isinstance(gradients, ShardedGradients) else None,
-            ),
-            share,
-            group,
-        )
-        self._observation = None if session is None else ExactObservation(session, self._model)
-        self._own = set(self._model.parameters)
-        self._draws = _DrawsBetweenSteps(device)
-        self._sampler: MicrobatchSampler | None = None
-        self._planned: deque[PlannedMicrobatch] = deque()
-        self._next_position = (0, 0)  # the epoch and the batch after the last complete step
-        self._step: ExactStep | None = None
-        self._ended: ExactStep | None = None  # the last step, until its optimizer is called
-        self._is_weighed = self._has_warned = False
-        self._complete = torch.empty(0)  # a sample of the gradients
-        self._known_optimizers = weakref.WeakSet[Optimizer]()
-        self._left_state = torch.empty(0)  # of torch's generator after the last micro-batch
-        self.steps, self.is_complete = 0, False
-        self._attach(model)
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        about = f"clipping in step {self.steps - 1}"
+        norm = self._clip(gradients, max_norm, about)
+        steps.note_clipped()
+        return norm
 
-    def _attach(self, model: nn.Module) -> None:
-        """Watch the calls of the model, and the steps of its optimizer."""
-        own = weakref.ref(self)
-        self._installed = self._model.scopes.install_hooks()
-        self._installed.__enter__()
-        # After this, so that a micro-batch begins before the model is called as a scope.
-        BackwardWatch(model, self)
-
-        def enter(optimizer: Optimizer, *_: Any) -> None:
-            if (this := own()) is not None and this._is_own(optimizer):
-                this._enter_optimizer(optimizer)
-
-        def leave(optimizer: Optimizer, *_: Any) -> None:
-            if (this := own()) is not None and this._is_own(optimizer):
-                assert this._observation is not None
-                this._observation.commit(optimizer)
-
-        vars(enter)["lockstep_elementwise"] = True  # it may also see a trainer's optimizer
-        weakref.finalize(self, register_optimizer_step_pre_hook(enter).remove)
-        if self._observation is not None:
-            weakref.finalize(self, register_optimizer_step_post_hook(leave).remove)
-        _attached.add(self._model.module)
-        self._keep_idle()
-
-    def _keep_idle(self) -> None:
-        """Let torch's reducer exchange nothing."""
-        if self._wrapper is not None:
-            self._wrapper.require_backward_grad_sync = False
-            self._wrapper.require_forward_param_sync = False
-            if self._wrapper.static_graph:
-                self._wrapper._static_graph_delay_allreduce_enqueued = True
-
-    # --- data ---------------------------------------------------------------------------------
+    # --- a loop over micro-batches ------------------------------------------------------------
 
     def sampler(
         self,
@@ -233,95 +228,37 @@ class Exact:
             seed: The random seed of the order and of the loading of samples.
             drop_last: Whether a smaller last batch is left out.
         """
-        share = self._model.share
+        flat = self._open_flat()
+        share = self.parallel.share
         sampler = MicrobatchSampler(dataset, batch_size, shuffle, seed, drop_last, share)
-        sampler.epoch, sampler.start = self._next_position
-        self.use(sampler)
+        sampler.epoch, sampler.start = flat.next_position
+        flat.follow(sampler)
         return sampler
-
-    def use(self, sampler: MicrobatchSampler) -> None:
-        """Train on the micro-batches of a sampler that another handle has made, as in a GAN."""
-        sampler.attach(self)
-        self._sampler = sampler
-        self._planned.clear()
-
-    def begin_epoch(self) -> None:
-        """Discard the micro-batches that an earlier iteration over the sampler has planned."""
-        self._planned.clear()
-
-    def plan(self, microbatch: PlannedMicrobatch) -> None:
-        """Expect a micro-batch; the sampler calls this."""
-        self._planned.append(microbatch)
 
     def microbatches(self, loader: Iterable[Item]) -> Iterator[Item]:
         """Yield the items of a loader, each of which is a micro-batch; `begin` each of them.
 
         Tensors that are views into larger ones are copied, since kernels may round differently
         where memory is not aligned.
+
+        Args:
+            loader: A DataLoader with `batch_sampler=exact.sampler(...)`, or items that the script
+                has divided over the ranks by itself.
+
+        Raises:
+            UsageError: The DataLoader is not divided over the ranks.
         """
-        for item in loader:
-            self.begin()
-            yield align_tensors(item)
-        if self.is_complete:  # the optimizer may have been skipped
-            self._close()
-
-    def _next(self) -> PlannedMicrobatch:
-        """Return the next micro-batch of this rank."""
-        if self._sampler is None:
-            count = self._model.share.microbatches
-            pieces, remaining = self._model.share.pieces(count), self._remaining
-            index, _ = pieces[-remaining if remaining else 0]
-            return PlannedMicrobatch(index, 1, count, count, batch=self.steps)
-        if not self._planned:
-            raise UsageError(
-                f"{self._place}: a micro-batch begins, and the sampler of ls.exact has yielded no "
-                "other one: train on each item of the DataLoader once"
-            )
-        return self._planned.popleft()
-
-    # --- a micro-batch ------------------------------------------------------------------------
-
-    @property
-    def _place(self) -> str:
-        if self._step is not None:
-            return self._step.place
-        return f"rank {self._model.share.replica}, step {self.steps}"
-
-    @property
-    def _current(self) -> PlannedMicrobatch | None:
-        return None if self._step is None else self._step.current
-
-    @property
-    def _remaining(self) -> int:
-        return 0 if self._step is None else self._step.remaining
+        return self._open_flat().iterate(loader)
 
     def begin(self) -> None:
         """Begin a micro-batch, so that random numbers before the model's forward depend on it.
 
-        Without this call it begins at the forward. `microbatches` calls it.
+        With a sampler, a micro-batch also begins at the forward. `microbatches` calls it.
 
         Raises:
             UsageError: The last micro-batch had no backward, or the sampler has yielded no other.
         """
-        if self._current is not None:
-            raise UsageError(
-                f"{self._place} had no backward that reached a parameter: call loss.backward() "
-                "once per micro-batch"
-            )
-        LoadedHere.end()
-        planned = self._next()
-        if self._step is None:
-            self._keep_idle()
-            self._close()
-            self._draws.suspend()
-            settings = "" if self._sampler is None else f", {self._sampler.settings}"
-            self._step = ExactStep(self._model, self.steps, planned, settings)
-            own = [index for index, _ in self._model.share.pieces(planned.samples)]
-            self._model.audit.begin_step(self.steps, own)
-            if self._observation is not None:
-                self._observation.begin(self.steps, self._find_position)
-        self.is_complete = self._is_weighed = False
-        self._step.begin(planned)
+        self._open_flat().begin()
 
     def weigh(
         self,
@@ -344,170 +281,62 @@ class Exact:
         Raises:
             UsageError: No micro-batch has begun, or dividing by `divisor` cannot be undone exactly.
         """
-        if self._step is None or self._current is None:
-            raise UsageError("call exact.weigh(loss) between the model's forward and backward")
-        self._is_weighed = True
-        part = self._step.weigh(loss, share, weight)
-        if self._observation is not None:
-            self._step.losses[self._current.number] = part.item()
-        if divisor == 1:
-            return part
-        if torch.ones((), dtype=part.dtype).div(divisor).mul(divisor) != 1:
-            raise UsageError(
-                f"{self._place}: the loss is divided by {divisor} on this number of ranks, which "
-                f"cannot be undone exactly in {part.dtype}: use another number of ranks or of "
-                "micro-batches"
-            )
-        return part * divisor
-
-    def refuse_audit(self, reason: str) -> None:
-        """Do not call the model again after the current micro-batch; this is said once.
-
-        Ranks still compare their weights in audited steps.
-        """
-        self._model.audit.refuse(reason)
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale the gradients to a 2-norm of at most `max_norm`; return their norm before.
-
-        Call it on every rank between the last backward and `optimizer.step()`. The norm has the
-        same bits on any number of ranks, also if the model is sharded.
-
-        Raises:
-            UsageError: The gradients are not those of a whole batch.
-        """
-        if not self.is_complete:
-            raise UsageError(
-                f"{self._place}: exact.clip_grad_norm_() was called before the last micro-batch of "
-                "the batch: call it if exact.is_complete"
-            )
-        gradients = [p.grad for p in self._model.parameters if p.grad is not None]
-        reducer = self._model.gradients
-        group = reducer.mesh.shards if isinstance(reducer, ShardedGradients) else None
-        norm = clip_grad_norm_(gradients, max_norm, group, f"clipping in step {self.steps - 1}")
-        self._complete = self._model.gradients.sample()
-        return norm
-
-    def _find_position(self) -> tuple[int, int] | None:
-        """Return the micro-batch that is computed, in stage 0; None between two."""
-        return None if self._current is None else (self._current.number, 0)
-
-    def before_forward(self, arguments: Arguments) -> Arguments | None:
-        """Begin a micro-batch at its first forward in training, unless `begin` was called."""
-        if not torch.is_grad_enabled() or not self._is_trainable:
-            self._model.audit.refuse(SEVERAL_CALLS)
-            return None
-        if self._current is None and self._model.module.training:
-            drew = self._remaining and LoadedHere.restore is None
-            if drew and not torch.equal(torch.default_generator.get_state(), self._left_state):
-                raise UsageError(
-                    f"{self._place}: random numbers were drawn between two micro-batches, before "
-                    "the model was called: iterate over exact.microbatches(loader), or call "
-                    "exact.begin() first"
-                )
-            self.begin()
-        if self._current is None:
-            return None
-        given = align_tensors(arguments[0]), align_tensors(arguments[1])
-        return self._model.audit.begin_call(given)
-
-    def end_forward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Let the audit record the outputs."""
-        self._model.audit.end_call(outputs)
+        return self._open_flat().weigh(loss, share, weight, divisor)
 
     @property
-    def _is_trainable(self) -> bool:
-        """Whether a parameter is trained now; a GAN may freeze one of its models for a while."""
-        return any(parameter.requires_grad for parameter in self._model.parameters)
+    def is_complete(self) -> bool:
+        """Whether the gradients of the whole batch are in `.grad`, on every rank.
 
-    def begin_backward(self) -> None:
-        """Prepare for gradients."""
-        if self._step is None or self._current is None:
-            raise UsageError(
-                f"{self._place}: a second backward began after that of a micro-batch: add its "
-                "losses, and call backward once"
-            )
-        self._step.begin_backward()
+        From the end of the last micro-batch until the next one begins.
+        """
+        return self._script_steps.is_complete
 
-    @torch.no_grad()
-    def end_backward(self) -> None:
-        """End the micro-batch, unless this was `torch.autograd.grad`; the last one ends a step."""
-        step = self._step
-        if step is None or step.current is None or not step.has_gradients:
-            return
-        if not self._is_weighed and not self._has_warned and self._model.share.replica == 0:
-            self._has_warned = True
-            log(
-                "ls.exact adds the losses of all micro-batches as they are: write "
-                "exact.weigh(loss).backward(), or divide each loss by the number of micro-batches "
-                "of the whole batch, which does not depend on the number of ranks"
-            )
-        last = step.current
-        self._model.audit.end_microbatch()
-        step.end()
-        self._left_state = torch.default_generator.get_state()
-        if step.remaining == 0:
-            self._step, self._ended, self.is_complete = None, step, True
-            self._complete = self._model.gradients.sample()
-            if self._observation is not None:
-                result = StepResult(self.steps, last.epoch, step.loss, last.samples, {}, 0.0)
-                self._observation.reduce(step.losses, result)
-            self.steps += 1
-            is_end = last.batch + 1 == last.batches
-            self._next_position = (last.epoch + 1, 0) if is_end else (last.epoch, last.batch + 1)
+    @property
+    def steps(self) -> int:
+        """The number of complete steps."""
+        opened = self._script_steps.opened
+        return super().steps + (opened is not None and opened.prepared is not None)
 
-    def _is_own(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer has a parameter of the model."""
-        groups = optimizer.param_groups
-        return any(parameter in self._own for group in groups for parameter in group["params"])
+    def _open_flat(self) -> FlatLoop:
+        if self._flat is None:
+            if self._flat_refusal:
+                raise UsageError(self._flat_refusal)
+            self._run.begin()
+            self._flat = FlatLoop(self._outer, self.parallel, self._script_steps)
+            self._flat.go_to(self._start)
+        return self._flat
 
-    def _enter_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse a step of the optimizer in the middle of a batch; leave the step."""
-        if self._step is not None:
-            raise UsageError(
-                f"{self._place}: optimizer.step() was called before the last micro-batch of the "
-                "batch: call it if exact.is_complete"
-            )
-        if self._is_sharded:
-            self._check_sharded(optimizer)
-        self._close()
+    def refuse_audit(self, reason: str) -> None:
+        """Never call the model again, for a loop whose model counts its calls.
 
-    def _check_sharded(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer, or gradients, whose bits depend on the number of ranks."""
-        if optimizer not in self._known_optimizers:
-            named = self._model.module.named_parameters()
-            names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
-            require_shardable(optimizer, names, self._model.share.shards)
-            self._known_optimizers.add(optimizer)
-        sample = self._model.gradients.sample()
-        if self.is_complete and not torch.equal(sample, self._complete):
-            raise UsageError(
-                f"rank {self._model.share.replica}, step {self.steps - 1}: the gradients were "
-                "changed after backward, and what is computed from the shards of several ranks, "
-                "such as their norm, depends on the number of ranks: clip them by "
-                "exact.clip_grad_norm_(max_norm), and scale the loss instead of the gradients"
-            )
+        Ranks still compare their weights in audited steps.
 
-    def _close(self) -> None:
-        """Leave the last step: the buffers and the generators are those of no micro-batch."""
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended.close()
-            self._draws.resume()
+        Args:
+            reason: Why, such as "the model counts metrics", which rank 0 says.
+        """
+        self.engine.setup.executor.is_repeatable = False
+        if self.parallel.rank == 0:
+            log(f"ls.exact: audited steps compare weights, and repeat no micro-batch: {reason}")
 
-    # --- checkpoints --------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last complete step, for any number of ranks.
 
+        If the handle has optimizers, the state also has what training continues from, under the
+        keys of `Trainer.state_dict`.
+
         Raises:
             UsageError: A step has begun and is not complete.
         """
-        if self._step is not None:
-            raise UsageError(f"{self._place}: save the state of ls.exact between two steps")
-        epoch, batch = self._next_position
-        return {"step": self.steps, "epoch": epoch, "batch": batch, **self._settings}
+        self._require_settled("state_dict()")
+        epoch, batch = self._start if self._flat is None else self._flat.next_position
+        position = {"step": self.steps, "epoch": epoch, "batch": batch, **self._settings}
+        return super().state_dict() | position if self._has_optimizers else position
+
+    @property
+    def _has_optimizers(self) -> bool:
+        return bool(self.engine.options.has_optimizers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position; the next iteration over the sampler begins there.
@@ -515,103 +344,51 @@ class Exact:
         Raises:
             UsageError: The state was saved with another seed or number of micro-batches.
         """
+        self._require_settled("load_state_dict()")
         for name, value in self._settings.items():
             if state[name] != value:
                 raise UsageError(
                     f"the state was saved with {name}={state[name]}, and ls.exact has {value}: "
                     "pass the same value, which determines the bits"
                 )
-        self.steps, self._next_position = state["step"], (state["epoch"], state["batch"])
-        if self._sampler is not None:
-            self._sampler.epoch, self._sampler.start = self._next_position
+        if "model" in state:
+            super().load_state_dict(state)
+        if "step" in state:
+            self.engine.state.position.steps = state["step"]
+            self._start = state["epoch"], state["batch"]
+        if self._flat is not None:
+            self._flat.go_to(self._start)
 
     @property
     def _settings(self) -> dict[str, int]:
-        return {"microbatches": self._model.share.microbatches, "seed": self._seed}
+        return {"microbatches": self.parallel.microbatches, "seed": self.seed}
 
-
-class _DrawsBetweenSteps:
-    """The generators outside of steps, which do not depend on the micro-batches of this rank.
-
-    Several handles may have open steps at once, such as those of a GAN: the generators continue
-    when the optimizers of all of them have been called.
-    """
-
-    _suspended: ClassVar[weakref.WeakSet[_DrawsBetweenSteps]] = weakref.WeakSet()
-    _restore: ClassVar[list[Callable[[], None]]] = []
-
-    def __init__(self, device: torch.device) -> None:
-        while self._restore:  # of a step that was left half way
-            self._restore.pop()()
-        self._suspended.clear()
-        self._generators = [*torch_generators(device).values()]
-        self._seeder = make_seeder([BEFORE])
-
-    def suspend(self) -> None:
-        """Remember the states at the begin of a step."""
-        if not self._suspended:
-            states = [(generator, generator.get_state()) for generator in self._generators]
-            restore_others = self._seeder.remember_others()
-
-            def restore() -> None:
-                for generator, state in states:
-                    generator.set_state(state)
-                restore_others()
-
-            self._restore[:] = [restore]
-        self._suspended.add(self)
-
-    def resume(self) -> None:
-        """Restore the states, unless a step of another handle is open."""
-        if self in self._suspended:
-            self._suspended.remove(self)
-            if not self._suspended:
-                self._restore.pop()()
-
-
-def _make_call(called: nn.Module, wrapper: DistributedDataParallel | None) -> Callable[..., Any]:
-    """Return a function that calls a model as its wrapper does, which moves inputs to a device."""
-    if wrapper is None or not wrapper.device_ids:
-        return called
-    device = torch.device(wrapper.device_type, wrapper.device_ids[0])
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return called(
-            *tree_map_only(torch.Tensor, move, args), **tree_map_only(torch.Tensor, move, kwargs)
-        )
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device)
-
-    return call
-
-
-def _reject(module: nn.Module, wrapper: DistributedDataParallel | None, ranks: int) -> None:
-    """Raise UsageError for what cannot be exact."""
-    if wrapper is None and ranks > 1:
-        raise UsageError(
-            f"ls.exact got a {type(module).__name__} on {ranks} ranks, which may start with "
-            "different weights: pass DistributedDataParallel(model)"
-        )
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise UsageError("ls.exact got a model without trainable parameters")
-    if module in _attached:
-        raise UsageError("ls.exact was called before with this model: use the handle it returned")
-    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-        raise UsageError(
-            "ls.exact cannot train SyncBatchNorm, whose statistics depend on the number of ranks: "
-            "use BatchNorm, whose statistics are those of each micro-batch"
-        )
-    reject_unsupported_modules({"model": module}, allows_shards=is_fully_sharded(module))
-    if wrapper is None:
-        return
-    refused = {
-        "a communication hook": wrapper._comm_hooks,
-        "mixed_precision": wrapper.mixed_precision,
-        "ignored or delayed parameters": wrapper.parameters_to_ignore,
-    }
-    for name, value in refused.items():
-        if value:
+    def _require_settled(self, call: str) -> None:
+        """Commit the last step, and raise UsageError if one is in the middle of a batch."""
+        self._script_steps.settle()
+        if self._script_steps.opened is not None:
             raise UsageError(
-                f"ls.exact cannot train a DistributedDataParallel with {name}: leave it out"
+                f"{self._script_steps.place}: exact.{call} was called in the middle of a batch: "
+                "call it between two steps"
             )
+
+    def finish(self, state: str = "done", message: str | None = None) -> None:
+        """End the run: save the last checkpoint, and write the last line of the record.
+
+        Call it on every rank if the handle has checkpoints, and in elastic runs; or use the handle
+        in a `with` statement.
+
+        Args:
+            state: How the run ended, for the record: "done", "failed" or "stopped".
+            message: Why, for the record.
+
+        If the record or the last checkpoint could not be written, such as on a full disk, the
+        script goes on, and the process exits with status 1 at its end.
+
+        Raises:
+            UsageError: A resumed script ended before it reached the position of the other run.
+        """
+        self._script_steps.settle()
+        if self._flat is not None:
+            self._flat.leave()
+        super().finish(state, message)

@@ -157,7 +157,7 @@ class History(StepHook):
         """Return the result of the last step as plain values, without those of single ranks."""
         if self.last is None:
             return None
-        return asdict(replace(self.last, ranks=[], losses=[]))
+        return asdict(replace(self.last, ranks=[], outside=[], losses=[]))
 
     def set_last(self, last: Mapping[str, Any] | None) -> None:
         """Set the result of the last step to one that `describe_last` returned."""
@@ -171,8 +171,8 @@ class History(StepHook):
     def report(self, committed: CommittedStep) -> None:
         """Write the warnings and the result of a step."""
         summary, own = committed.summary, committed.step.parallel.rank
-        for rank, message in summary.warnings:
-            self.warn(rank, message, show=rank == own)
+        for rank, warning in summary.warnings:
+            self.warn(rank, warning.place, warning.sentence, show=rank == own)
         self.step(committed.result, summary.hooks["usage"])
 
     def step(self, result: StepResult, usage: RankUsage | None = None) -> None:
@@ -282,19 +282,20 @@ class History(StepHook):
             memory = [] if self._usage is None else self._usage.list_memory()
             self.write("epoch", **_without_none(asdict(pending)), memory_bytes=memory)
 
-    def warn(self, rank: int, message: str, show: bool) -> None:
+    def warn(self, rank: int, place: str, sentence: str, show: bool) -> None:
         """Write a warning to the record, and show it if `show`; once per sentence, from any place.
 
         Args:
             rank: The rank that warns.
-            message: The place and the sentence: "PLACE: SENTENCE".
+            place: Where it warns.
+            sentence: The sentence, which is the same at any place.
             show: Whether to call `warnings.warn`.
         """
-        place, _, sentence = message.partition(": ")
         if sentence not in self._warned:
             self._warned.add(sentence)
+            message = f"{place}: {sentence}"
             if show:
-                warnings.warn(f"{place}: {sentence}", stacklevel=_find_stack_level())
+                warnings.warn(message, stacklevel=_find_stack_level())
             self.write("warning", rank=rank, message=message)
 
     def close(self, **fields: Any) -> None:

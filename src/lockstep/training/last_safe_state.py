@@ -33,6 +33,7 @@ from lockstep.elastic.restart_source import RestartSource
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.model.generator_states import global_states
 from lockstep.training.run_checkpoints import RunCheckpoints, collect_objects
+from lockstep.training.services import Services
 from lockstep.training.state import TrainingState
 
 __all__ = ["LastSafeState", "read_newest_state"]
@@ -62,10 +63,10 @@ class LastSafeState:
         self.member, self._state = member, state
         self._device = state.parallel.device
         self._run = weakref.ref(run)
-        runs = {name: getattr(registered, "_run", None) for name, registered in stateful.items()}
         self._stateful = dict(stateful)
-        self._registered = [run for run in runs.values() if run is not None]
-        self._watched = [registered for name, registered in stateful.items() if runs[name] is None]
+        given = stateful.values()
+        self._registered = [one.engine.run for one in given if isinstance(one, Services)]
+        self._watched = [one for one in given if not isinstance(one, Services)]
         self._operation = -1
         self._time = 0.0  # of the latest safe point, in Unix time
         self._generators: dict[str, Any] = {}

@@ -24,7 +24,7 @@ from torch import nn
 from lockstep.data.assignment import Hosts
 from lockstep.data.microbatch import Batch, Microbatch, join_batches
 from lockstep.kernel.buffers import Buffers
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.kernel.parts import GradientSums
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import NOTHING, ComputedMicrobatch, StepContext, StepFailure
@@ -33,6 +33,7 @@ from lockstep.model.forward import Metric, explain_batch_norm, forward
 from lockstep.model.loss_root import LossRoot, record_loss, run_backward
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.training.kept_work import KeptWork, LeavesShare, RestOfStep, agree_on_rest
 
 __all__ = ["CollectedGradients", "MicrobatchLoop"]
 
@@ -85,6 +86,9 @@ class CollectedGradients(GradientSums, Protocol):
     def launch_remaining(self) -> None:
         """Begin to exchange the sums that are complete."""
 
+    def sample(self) -> torch.Tensor:
+        """Return some elements of the sums, to find changes that depend on the number of ranks."""
+
 
 class MicrobatchLoop:
     """The loop of one step; use it as `ManualStep` describes.
@@ -101,6 +105,8 @@ class MicrobatchLoop:
         parameters: The parameters of the model.
         result: The result of the step; None before it is committed.
         place: The rank, the step and the micro-batch, for messages.
+        kept: What this rank has computed in an earlier attempt; None: nothing.
+        is_first_of_round: Whether the ranks agree on what is left of the step first.
         current: The micro-batch that is being computed; None between them.
     """
 
@@ -123,9 +129,17 @@ class MicrobatchLoop:
         self.scopes, self.roots, self.parameters = scopes, roots, parameters
         self._given: tuple[Any, ...] = ()
         self._iteration: Iterator[Any] | None = None
+        self._sums: MicrobatchSums
+        self._has_sums = False
+        self._is_rest = False  # whether another attempt has computed other micro-batches
+        self.kept: KeptWork | None = None
+        self.is_first_of_round = False
         self.current: ComputedMicrobatch | None = None
         self._watched = -1  # the micro-batch in whose backward buckets are launched
-        self.place = f"{step.where}, micro-batch 0"
+        self._has_buffers = bool(buffers.slots)
+        self._is_on_cpu = parallel.device_type == "cpu"
+        self._autocast = NOTHING if parallel.autocast_dtype is None else parallel.autocast()
+        self._first_place = self.place = f"{step.where}, micro-batch 0"
 
     @property
     def position(self) -> tuple[int, int] | None:
@@ -174,66 +188,136 @@ class MicrobatchLoop:
         return self._iteration
 
     def _microbatches(self, batches: tuple[Any, ...]) -> Iterator[Any]:
-        step, parallel, has_buffers = self.step, self.parallel, bool(self.buffers.slots)
-        first, is_on_cpu = self.place, parallel.device_type == "cpu"
-        autocast = NOTHING if parallel.autocast_dtype is None else parallel.autocast()
-        if self._given or len(batches) > 1:
-            batch = self.start(*batches)
-        else:  # the usual case, without a call
-            self._given, self._whole = batches, batches[0]
-            batch = start_batch(step, self._whole, parallel.count_ignored)
-        if parallel.is_interleaved:
-            parallel.share.require_turns(batch.leaves, len(step.shares))
-        sums = self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
-        is_read = bool(step.observers) and any(one.observes_microbatches for one in step.observers)
-        self.gradients.is_observed = is_read
-        has_peers = parallel.replicas > 1
-        if has_peers and batch.microbatches and self.gradients.can_launch_early and not is_read:
-            self._watched = batch.microbatches[-1].index
+        rest = agree_on_rest(self.kept, self.step) if self.is_first_of_round else None
+        if rest is not None:
+            batch = self._continue(batches[0], rest)
+        else:
+            if self._given or len(batches) > 1:
+                batch = self.start(*batches)
+            else:  # the usual case, without a call
+                self._given = batches
+                self._whole = batches[0]
+                batch = start_batch(self.step, self._whole, self.parallel.count_ignored)
+            self.open(batch)
+        autocast = self._autocast
         for microbatch in batch.microbatches:
-            index = microbatch.index
-            share = step.shares.get(index)
-            if share is None:
-                sums.skip(index)
+            data = self.begin(microbatch)
+            if self.current is None:
                 continue
-            self.current = current = ComputedMicrobatch(microbatch, share, [], {})
-            self.place = f"{step.where}, micro-batch {index}"
-            if has_buffers:
-                self.buffers.install_copies()
-            for observer in step.observers:
-                observer.begin_microbatch()
-            self.scopes.begin_microbatch(step.number, index)
-            data = microbatch.data if is_on_cpu else parallel.move_to_device(microbatch.data)
             if autocast is NOTHING:
                 yield data
             else:
                 with autocast:
                     yield data
-            if not current.losses:
+            if not self.current.losses:
                 raise UsageError(
                     f"{self.place}: step.backward(loss) was not called: write it instead of "
                     "loss.backward()"
                 )
-            if step.observers:
-                step.observe_microbatch(index, self.gradients.hash_current, self.buffers.current)
-                with step.in_phase("reduction"):
-                    self._collect(microbatch, sums)
-            elif has_buffers:
-                self._collect(microbatch, sums)
-            else:
-                sums.accumulate(index)
-            step.computed.append(current)
-            self.current, self.place = None, first
-        if sums.failure:
-            step.failure = StepFailure("failure", sums.failure)
-        if has_peers:
+            self.end()
+        self.close_sums()
+
+    # --- what is left of a step after a rank was lost -------------------------------------------
+
+    def keep(self) -> KeptWork | None:
+        """Return what this rank has computed; None if the step has no batch yet."""
+        return KeptWork(self.step, self._sums, self.buffers) if self._has_sums else self.kept
+
+    def _continue(self, whole: Any, rest: RestOfStep) -> Batch:
+        """Continue with what was kept; return the batch with the micro-batches that are left."""
+        step, parallel, own = self.step, self.parallel, self.parallel.share
+        share = LeavesShare(own.microbatches, own.hosts, own.replica, leaves=rest.leaves)
+        step.batch = batch = parallel.split(whole, share)
+        step.shares = rest.shares
+        step.samples = rest.samples
+        parallel.held_nodes = rest.nodes_by_rank
+        gradients: Any = self.gradients  # whole ones, since ranks with shards are replaced
+        sums = None
+        if self.kept is not None:
+            step.computed = [*self.kept.step.computed]
+            self.buffers.adopt(self.kept.buffers)
+            sums = self.kept.sums
+        self._sums = gradients.resume(sums, batch.leaves, rest.nodes_by_rank)
+        self._has_sums = self._is_rest = True
+        return batch
+
+    # --- a micro-batch -------------------------------------------------------------------------
+
+    def open(self, batch: Batch) -> None:
+        """Begin to add the gradients of this rank's part of the batch."""
+        step, parallel = self.step, self.parallel
+        if parallel.is_interleaved:
+            parallel.share.require_turns(batch.leaves, len(step.shares))
+        self._sums = self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
+        self._has_sums = True
+        is_read = bool(step.observers) and any(one.observes_microbatches for one in step.observers)
+        self.gradients.is_observed = is_read
+        has_peers = parallel.replicas > 1
+        if has_peers and batch.microbatches and self.gradients.can_launch_early and not is_read:
+            self._watched = batch.microbatches[-1].index
+
+    def begin(self, microbatch: Microbatch) -> Any:
+        """Begin a micro-batch, and return its data; `current` stays None if its weight is 0."""
+        step, index = self.step, microbatch.index
+        share = step.shares.get(index)
+        if share is None:
+            self._sums.skip(index)
+            return None
+        self.current = ComputedMicrobatch(microbatch, share, [], {})
+        self.place = f"{step.where}, micro-batch {index}"
+        # Each micro-batch begins with the buffers of the step.
+        if self._has_buffers:
+            self.buffers.install_copies()
+        for observer in step.observers:
+            observer.begin_microbatch()
+        # Last, so that nothing of the above draws from the micro-batch's generators.
+        self.scopes.begin_microbatch(step.number, index)
+        if self._is_on_cpu:
+            return microbatch.data
+        return self.parallel.move_to_device(microbatch.data)
+
+    def end(self) -> None:
+        """End the micro-batch, whose backward has run: its gradients become a leaf of the tree."""
+        step, current = self.step, self.current
+        assert current is not None
+        if step.observers:
+            index = current.microbatch.index
+            step.observe_microbatch(index, self.gradients.hash_current, self.buffers.current)
+            with step.in_phase("reduction"):
+                self._collect(current.microbatch)
+        else:
+            self._collect(current.microbatch)
+        step.computed.append(current)
+        self.current = None
+        self.place = self._first_place
+
+    def skip(self) -> None:
+        """End the micro-batch without its gradients and its loss, because its weight is 0."""
+        assert self.current is not None
+        for parameter in self.parameters:
+            parameter.grad = None
+        microbatch = self.current.microbatch
+        if self._has_buffers:
+            self.buffers.collect(microbatch.index, microbatch.size / self.step.samples)
+        self._sums.skip(microbatch.index)
+        self.current = None
+        self.place = self._first_place
+
+    def close_sums(self) -> None:
+        """End the sums after this rank's last micro-batch."""
+        if self._is_rest:
+            sums: Any = self._sums
+            sums.fold()
+        if self._sums.failure:
+            self.step.failure = StepFailure("failure", self._sums.failure)
+        if self.parallel.replicas > 1:
             self.gradients.launch_remaining()
 
-    def _collect(self, microbatch: Microbatch, sums: MicrobatchSums) -> None:
+    def _collect(self, microbatch: Microbatch) -> None:
         """Add the results of a micro-batch to those of the others."""
-        if self.buffers.slots:
+        if self._has_buffers:
             self.buffers.collect(microbatch.index, microbatch.size / self.step.samples)
-        sums.accumulate(microbatch.index)
+        self._sums.accumulate(microbatch.index)
 
     def backward(
         self,
@@ -243,8 +327,9 @@ class MicrobatchLoop:
         metrics: Mapping[str, Any] | None = None,
         retain_graph: bool = False,
         final: bool = False,
+        root: torch.Tensor | None = None,
     ) -> None:
-        """Run backward from the loss of the current micro-batch."""
+        """Run backward from the loss of the current micro-batch, or from a scaled one, `root`."""
         step, current = self.step, self.current
         if current is None:
             raise UsageError(
@@ -268,13 +353,13 @@ class MicrobatchLoop:
             current.metrics.update(metrics)
         is_watched = final and index == self._watched
         if not is_watched and not torch.is_autocast_enabled(self.parallel.device_type):
-            root, gradient = self.roots.find(loss, share)
-            run_backward(root, gradient, retain_graph)
+            start, gradient = self.roots.find(loss if root is None else root, share)
+            run_backward(start, gradient, retain_graph)
             return
         with self.parallel.without_autocast():
-            root, gradient = self.roots.find(loss, share)
-            with self.gradients.watch_backward(root, index) if is_watched else NOTHING:
-                run_backward(root, gradient, retain_graph)
+            start, gradient = self.roots.find(loss if root is None else root, share)
+            with self.gradients.watch_backward(start, index) if is_watched else NOTHING:
+                run_backward(start, gradient, retain_graph)
 
     def record_mean(self, loss: torch.Tensor) -> None:
         """Show a loss of the whole batch to the observers."""
@@ -301,5 +386,5 @@ class MicrobatchLoop:
         is_single = self.current.microbatch.size == 1
         if is_single and (explained := explain_batch_norm(error, self.place)) is not None:
             raise explained from error
-        if "micro-batch" not in str(error):
+        if not isinstance(error, LockstepError):  # whose messages name the place
             error.add_note(f"in {self.place}")

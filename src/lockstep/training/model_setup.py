@@ -136,7 +136,7 @@ def set_up_model(
     average = _distribute_weights(
         module, blocks, parallel, partitioner, seed, ema_decay, is_shared=is_shared
     )
-    optimization = Optimization(module, optimizers, average, parallel.device)
+    optimization = Optimization.make(module, optimizers, average, parallel.device)
     of_optimizer = optimization.describe()
     verify_across_ranks(
         "the optimizer of a Trainer",
@@ -152,7 +152,7 @@ def set_up_model(
         name: metric for name, metric in metrics.items() if not isinstance(metric, DatasetMetric)
     }
     executor, state_check = _build_executor(
-        parallel, called, partitioner, optimization, own_metrics, seed, is_shared
+        parallel, called, partitioner, optimization, own_metrics, seed, is_shared, is_elastic
     )
     checks: list[StepHook] = [hyperparameters] if hyperparameters.is_needed else []
     checks.append(state_check)
@@ -211,6 +211,7 @@ def _build_executor(
     metrics: Mapping[str, Metric],
     seed: int,
     shared: bool,
+    is_elastic: bool,
 ) -> tuple[WholeModelExecutor | PipelineExecutor, StateMutationCheck]:
     """Return the executor of a step in this layout, and the check of what it may not change.
 
@@ -222,6 +223,7 @@ def _build_executor(
         metrics: Functions of (outputs, targets) by name.
         seed: The trainer's seed.
         shared: Whether the ranks share one copy of the parameters.
+        is_elastic: Whether the number of ranks can change.
     """
     module, average = optimization.module, optimization.average
     if parallel.stages > 1:
@@ -249,6 +251,7 @@ def _build_executor(
             parallel.group,
             modules=called,
             sparse=sparse,
+            keeps_sums=is_elastic,
         )
     modules = parallel.modules_with(module)
     held = HeldParameters(
@@ -399,8 +402,17 @@ def _check_memory(
             "closure, a state_dict() or a numpy array, and would keep the old memory with storage="
             '"shared": let it be a copy (.clone()), delete it, or make it after the Trainer'
         )
+    parameters = {
+        ".".join(filter(None, (root, name)))
+        for root, module in modules.items()
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    }
+    if {first, second} <= parameters:
+        advice = f"make them one parameter ({second} = {first})"
+    else:
+        other = next(name for name in (second, first) if name not in parameters)
+        advice = f"delete {other}, or compute it in forward"
     raise LayoutError(
         f"{first} and {second} are different tensors over the same memory, and would get separate "
-        f"memory with {option}: make them one parameter ({second} = {first}), or let one be a copy "
-        "(.clone())"
+        f"memory with {option}: {advice}, or let one be a copy (.clone())"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import Description, describe, describe_optimizer
-from lockstep.sharded_tensors import is_sharded, local_part, name_storage
+from lockstep.sharded_tensors import is_sharded, local_part, name_storage, read_version
 from lockstep.training.combined_optimizer import CombinedOptimizer
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.optimizer_checks import (
@@ -32,53 +33,86 @@ from lockstep.training.optimizer_checks import (
 )
 from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
 from lockstep.training.sharded_optimizer import ShardedOptimizer
-from lockstep.training.sharded_step import require_shardable
+from lockstep.training.sharded_step import explain_cut, require_shardable
 
 __all__ = ["Optimization", "OptimizerHookCheck", "copy_on_meta", "make_average"]
 
 
 class Optimization:
-    """The optimizers, schedulers and weight average of a trainer; equal on every rank.
+    """The optimizers, schedulers and weight average of a training; equal on every rank.
 
     Args:
         module: The model.
-        configs: The optimizers with their groups and schedulers.
+        schedules: The optimizers with their schedulers.
         average: The average of the weights; None: there is none.
-        device: The device of the parameters.
+        is_combined: Whether optimizers may be added.
 
     Attributes:
         names: The names of the model's parameters.
+        schedules: The argument.
+        optimizers: The optimizers.
+        optimizer: The optimizers as one.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        schedules: Sequence[LearningRateSchedule],
+        average: AveragedModel | None,
+        *,
+        is_combined: bool = False,
+    ) -> None:
+        self.module = module
+        self.average = average
+        self.schedules = [*schedules]
+        self.optimizers = tuple(schedule.optimizer for schedule in schedules)
+        self.names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
+        self.optimizer = (
+            self.optimizers[0]
+            if len(schedules) == 1 and not is_combined
+            else CombinedOptimizer(self.optimizers)
+        )
+        self._guard = _StepGuard({id(optimizer) for optimizer in self.optimizers})
+        self._nested = [one for optimizer in self.optimizers for one in find_nested(optimizer)]
+        # Each rank steps some parameters, or pieces of them, so hooks would see only these.
+        self.is_split = False
+        self._shards = 0
+        self._trained: set[torch.Tensor] = set()  # the parameters that may be cut as they are
+        self.sharded: ShardedOptimizer | None = None
+
+    @classmethod
+    def make(
+        cls,
+        module: nn.Module,
         configs: Sequence[OptimizerConfig],
         average: AveragedModel | None,
         device: torch.device,
-    ) -> None:
-        self.module, self.average = module, average
-        self.optimizers = make_optimizers(configs, module)
-        self.names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
+    ) -> Optimization:
+        """Make the optimizers and schedulers of a trainer, which steps them itself.
+
+        Args:
+            module: The model.
+            configs: The optimizers with their groups and schedulers.
+            average: The average of the weights; None: there is none.
+            device: The device of the parameters.
+        """
+        optimizers = make_optimizers(configs, module)
+        names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         sparse = sparse_weights(module.modules())
-        for optimizer in self.optimizers:
-            require_complete_state(optimizer, self.names, sparse, device)
-        self.optimizer = (
-            self.optimizers[0] if len(configs) == 1 else CombinedOptimizer(self.optimizers)
-        )
-        self._guard = _StepGuard({id(optimizer) for optimizer in self.optimizers})
-        self._nested = [
-            nested for optimizer in self.optimizers for nested in find_nested(optimizer)
-        ]
-        # Each rank steps some parameters, or pieces of them, so hooks would see only these.
-        self.is_split = False
-        self.schedules = [
-            LearningRateSchedule(config, optimizer)
-            for config, optimizer in zip(configs, self.optimizers, strict=True)
-        ]
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(self._guard)
-        self.sharded: ShardedOptimizer | None = None
+        for optimizer in optimizers:
+            require_complete_state(optimizer, names, sparse, device)
+        schedules = map(LearningRateSchedule, configs, optimizers)
+        made = cls(module, list(schedules), average)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(made._guard)
+        return made
+
+    def add(self, schedule: LearningRateSchedule) -> None:
+        """Add an optimizer of the script."""
+        assert isinstance(self.optimizer, CombinedOptimizer)
+        self.schedules.append(schedule)
+        self.optimizers = (*self.optimizers, schedule.optimizer)
+        self.optimizer.members = self.optimizers
 
     @property
     def storage(self) -> str:
@@ -92,7 +126,9 @@ class Optimization:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first parameter group."""
+        """The learning rate of the first parameter group; NaN without optimizers."""
+        if not self.optimizers:
+            return math.nan
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def get_only_schedule(self, name: str) -> LearningRateSchedule:
@@ -117,6 +153,7 @@ class Optimization:
             shards: The number of ranks over which each parameter is divided; 0: it is not.
         """
         self.is_split = stages > 1 or is_shared or shards > 0
+        self._shards = shards
         for optimizer in self.optimizers if shards else ():
             require_shardable(optimizer, self.names, shards)
         if is_shared and len(self.optimizers) > 1:
@@ -128,6 +165,24 @@ class Optimization:
             raise LayoutError(foreign)
         for optimizer in self.optimizers if stages > 1 else ():
             require_parameterwise(optimizer)
+
+    def find_bad_cut(self) -> str:
+        """Return a sentence about a parameter that is trained now, and whose shards are not exact.
+
+        It was frozen when the trainer was made; "" if there is none.
+        """
+        if not self._shards:
+            return ""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if not parameter.requires_grad or parameter in self._trained:
+                        continue
+                    reason = explain_cut(optimizer, group, parameter, self._shards)
+                    if reason:
+                        return f"{self.names[parameter]} {reason}"
+                    self._trained.add(parameter)
+        return ""
 
     def find_foreign_code(self) -> str:
         """Return a sentence about a hook or replaced step that this layout cannot run, or ""."""
@@ -179,10 +234,18 @@ class Optimization:
             return self.sharded.parameters
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    def find_name(self, stepped: torch.Tensor) -> str:
+        """Return the name of a parameter of an optimizer, which may be a piece of it."""
+        if self.sharded is not None:
+            stepped = self.sharded.find_whole(stepped)
+        return self.names[stepped]
+
     def tensors(self) -> dict[str, Any]:
         """Return the optimizer's tensors by name, such as "conv.weight/exp_avg"."""
         states = self.optimizer.state if self.sharded is None else self.sharded.states()
-        return name_optimizer_tensors({self.names[p]: state for p, state in states.items()})
+        # An optimizer of the script may have parameters of other models, too.
+        own = {self.names[p]: state for p, state in states.items() if p in self.names}
+        return name_optimizer_tensors(own)
 
     def local_state(self) -> dict[str, Any]:
         """Return the state of this rank's parameters, by names such as "conv.weight/exp_avg".
@@ -193,13 +256,28 @@ class Optimization:
         tensors = {
             name: value for name, value in self.tensors().items() if name.rpartition("/")[0] in here
         }
-        if self.average is not None:
-            tensors |= {
-                f"{name}/average": parameter
-                for name, parameter in self.average.module.named_parameters()
-                if not parameter.is_meta
-            }
-        return tensors
+        return tensors | self._average_state()
+
+    def describe_state(self) -> list[Any]:
+        """Return values that change if a script writes to the state of an optimizer."""
+        return [
+            [(key, read_version(value)) for key, value in state.items() if torch.is_tensor(value)]
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+        ]
+
+    def unshared_state(self) -> dict[str, Any]:
+        """Return the part of `local_state` that other ranks have copies of."""
+        return self.local_state() if self.sharded is None else self._average_state()
+
+    def _average_state(self) -> dict[str, Any]:
+        if self.average is None:
+            return {}
+        return {
+            f"{name}/average": parameter
+            for name, parameter in self.average.module.named_parameters()
+            if not parameter.is_meta
+        }
 
     def step_shared(self, about: str) -> None:
         """Step the optimizer on parameters that all ranks share: a collective call.
@@ -287,7 +365,7 @@ def make_average(module: nn.Module, decay: float) -> AveragedModel:
     @torch.no_grad()
     def average(averaged: Any, current: Any, count: Any) -> None:
         averaged, current = [*map(local_part, averaged)], [*map(local_part, current)]
-        dtype = averaged[0].dtype
+        dtype = averaged[0].dtype  # of all: torch calls this for each device and dtype
         if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
             update(averaged, current, count)
         else:
@@ -343,7 +421,10 @@ def _without_graphs(module: nn.Module) -> Iterator[None]:
 
 
 class OptimizerHookCheck(StepHook):
-    """The hook that refuses hooks of optimizers which got only a part of the parameters."""
+    """The hook that refuses what an optimizer cannot do with a part of the parameters.
+
+    These are hooks that would get only this part, and parameters whose shards are not exact.
+    """
 
     name = "optimizer"
 
@@ -351,9 +432,12 @@ class OptimizerHookCheck(StepHook):
         self._optimization = optimization
 
     def status(self, step: StepContext) -> None:
-        """Refuse the step if an optimizer has such a hook now."""
-        if not step.is_stopped and (foreign := self._optimization.find_foreign_code()):
-            step.refuse(foreign)
+        """Refuse the step if an optimizer has such a hook or parameter now."""
+        if step.is_stopped:
+            return
+        reason = self._optimization.find_foreign_code() or self._optimization.find_bad_cut()
+        if reason:
+            step.refuse(reason)
 
 
 @dataclass

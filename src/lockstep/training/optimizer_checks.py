@@ -33,6 +33,7 @@ __all__ = [
     "find_nested",
     "is_torchs",
     "load_whole_state",
+    "make_twin",
     "require_complete_state",
     "require_elementwise",
     "require_parameterwise",
@@ -107,13 +108,21 @@ def find_foreign_code(optimizers: Sequence[Optimizer]) -> str:
 
 def require_elementwise(optimizer: Optimizer) -> None:
     """Raise LayoutError for an optimizer that may not be stepped on slices of parameters."""
-    name, is_declared = type(optimizer).__name__, getattr(optimizer, "lockstep_elementwise", False)
-    if type(optimizer) not in ELEMENTWISE and not is_declared:
+    name = type(optimizer).__name__
+    is_declared = getattr(optimizer, "lockstep_elementwise", False)
+    if type(optimizer) in ELEMENTWISE or is_declared:
+        return
+    if is_torchs(optimizer):
         raise LayoutError(
-            f"{name} is not known to treat each element of a parameter by itself, so it cannot "
-            f"step slices of parameters: if it does, set {name}.lockstep_elementwise = True, and "
-            'otherwise train with storage="replicated"'
+            f"torch's {name} does not treat each element of a parameter by itself, so it cannot "
+            "step slices of parameters: use another optimizer, such as AdamW, or train with "
+            'storage="replicated"'
         )
+    raise LayoutError(
+        f"{name} is not known to treat each element of a parameter by itself, so it cannot "
+        f"step slices of parameters: if it does, set {name}.lockstep_elementwise = True, and "
+        'otherwise train with storage="replicated"'
+    )
 
 
 def require_parameterwise(optimizer: Optimizer) -> None:
@@ -218,6 +227,26 @@ def load_whole_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             loaded = state[parameter].get(key) if isinstance(value, torch.Tensor) else None
             if loaded is not None and (value.dim() == 0 or value.dtype != loaded.dtype):
                 state[parameter][key] = value.detach().clone().to(loaded.device)
+
+
+def make_twin(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]
+) -> Optimizer:
+    """Return an optimizer with the same attributes that steps other parameters, without hooks.
+
+    Call its `step` inside `without_hooks`.
+
+    Args:
+        optimizer: The optimizer.
+        groups: The parameter groups of the twin.
+        state: The state of the twin.
+    """
+    twin: Optimizer = object.__new__(type(optimizer))
+    # A scheduler puts a `step` on the object, which would step the original.
+    own = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    hooks: dict[str, Any] = {name: {} for name in own if name.endswith("_hooks")}
+    twin.__dict__.update({**own, **hooks, "param_groups": groups, "state": state})
+    return twin
 
 
 def find_nested(optimizer: Optimizer) -> list[Optimizer]:

@@ -296,6 +296,7 @@ class ResumableRun:
             return step(batch)
         is_loaded = isinstance(batch, Batch)
         identity = batch.identity.pack() if is_loaded else str(hash_content(batch))
+        self._position.train_longer()
         answer = self._position.log.answer_step(identity)
         if answer is not None:
             loss, steps = answer
@@ -334,6 +335,7 @@ class ResumableRun:
     def require_repeatable_step(self) -> None:
         """Raise UsageError for a manual step that a resumed script would have to repeat."""
         self.begin()
+        self._position.train_longer()
         if self._position.is_replaying:
             raise UsageError(
                 "a resumed script cannot repeat trainer.manual_step() outside of a loop over "
@@ -342,6 +344,7 @@ class ResumableRun:
 
     def begin_epoch(self, batches: Batches) -> OpenEpoch | None:
         """Begin an iteration over batches; return None if the interrupted run completed it."""
+        self._position.train_longer()
         epoch, entry = self._position.log.begin_epoch(batches)
         if epoch is None:
             assert entry is not None, "only an iteration that was complete has an answer"

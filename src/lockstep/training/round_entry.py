@@ -106,12 +106,14 @@ class RoundEntry:
         if new.joined:
             self._share_state(new)
 
-    def continue_round(self, new: Round, undone: float) -> None:
+    def continue_round(self, new: Round, undone: float | None) -> None:
         """Write the record's line of the round, which continues now.
 
         The line rewinds the record to the steps that this rank has written: the lost rank 0 may
         have written a step that this rank has yet to commit and write.
         """
+        assert isinstance(self._executor, WholeModelExecutor), "others are replaced"
+        repeated, self._executor.repeated = self._executor.repeated, 0
         self._history.write(
             "round",
             round=new.number,
@@ -123,7 +125,8 @@ class RoundEntry:
             left=list(new.left),
             noticed=new.noticed,
             continued=time.time(),
-            undone=undone,
+            undone=undone or 0.0,
+            repeated_microbatches=0 if undone is None else repeated,
         )
 
     # --- the state for newcomers ----------------------------------------------------------

@@ -22,6 +22,7 @@ import xxhash
 
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import (
+    find_checkpoints,
     find_newest_valid,
     locate_checkpoint,
     read_checkpoint,
@@ -45,6 +46,7 @@ from lockstep.model.generator_states import global_states, set_global_states
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.history import History
 from lockstep.training.run_record import RunRecord
+from lockstep.training.services import Services
 
 __all__ = ["RunCheckpoints", "collect_objects", "restore_objects"]
 
@@ -331,15 +333,28 @@ class RunCheckpoints:
         self.writer.wait()
         self.stop.close()
 
-    def report(self, history: History) -> None:
-        """Write the completed checkpoints to the record, and warn of those that failed."""
+    def report(self, history: History, is_last: bool = False) -> None:
+        """Write the completed checkpoints to the record, and warn of those that failed.
+
+        Args:
+            history: Writes the record.
+            is_last: Whether the training has ended.
+        """
         for saved in self.writer.take_saved():
             message = ""
             if saved.failure:
+                goes_on = "training continues"
+                if is_last:
+                    goes_on = "the script continues, and its process exits with status 1"
                 message = (
-                    f"no checkpoint after step {saved.step} ({saved.failure}); training continues, "
-                    f"and the previous one is kept in {saved.path.parent}"
+                    f"no checkpoint after step {saved.step} ({saved.failure}); {goes_on}, and the "
+                    f"previous one is kept in {saved.path.parent}"
                 )
+                if not find_checkpoints(saved.path.parent):
+                    message = (
+                        f"no checkpoint after step {saved.step} ({saved.failure}); {goes_on}, and "
+                        "there is no other one"
+                    )
             elif saved.rewritten:
                 message = (
                     f"checkpoint after step {saved.step}: {saved.rewritten} had other bytes on the "
@@ -464,13 +479,13 @@ class RunCheckpoints:
 
 
 def _is_trainer(registered: Stateful) -> bool:
-    return hasattr(registered, "_run")
+    return isinstance(registered, Services)
 
 
 def collect_objects(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
     """Return the states of the registered objects; that of a trainer is not copied."""
     sources = {
-        name: vars(value)["_state"] if _is_trainer(value) else value
+        name: value.engine.state if isinstance(value, Services) else value
         for name, value in stateful.items()
     }
     return {name: source.state_dict() for name, source in sources.items()}

@@ -20,13 +20,13 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.launcher.failure_attribution import STOPPED
-from lockstep.launcher.rank_process import get_exit_code
+from lockstep.launcher.failure_codes import STOPPED
+from lockstep.launcher.rank_process import fail_at_exit, get_exit_code
 from lockstep.messages import log
 from lockstep.record.loggers import Logger
 from lockstep.record.recorder import Recorder
@@ -59,6 +59,8 @@ class RunEnd:
         self._began = time.perf_counter()
         self._is_finished = False
         self._dropped: weakref.finalize[..., RunEnd] | None = None
+        self.settle: Callable[[], None] | None = None
+        """Commits the last step of a script's loop."""
 
     def begin(self, run: ResumableRun, is_recorded: bool) -> None:
         """Set the run, which saves the last checkpoint, and whether the last line has digests.
@@ -84,8 +86,10 @@ class RunEnd:
     def finish(self, state: str, message: str | None) -> None:
         """End the run on every rank.
 
+        If the record or the last checkpoint could not be written, such as on a full disk, the
+        script goes on, and the process exits with status 1 at its end.
+
         Raises:
-            FileError: The record, or the last checkpoint, could not be written.
             UsageError: A resumed script ended before it reached the position of the other run.
         """
         if self._is_finished or self._run is None:
@@ -98,7 +102,9 @@ class RunEnd:
         for recorder in recorders:
             if recorder.failure is not None and state == "done":
                 failure = FileError(recorder.failure)
-        if failure is not None:
+        if isinstance(failure, FileError):
+            fail_at_exit(failure)
+        elif failure is not None:
             raise failure
 
     def _write_on_rank0(self, state: str, message: str | None) -> None:
@@ -119,6 +125,8 @@ class RunEnd:
         has_left = self._member is not None and self._member.has_left
         if self._is_finished or self._run is None or has_left:
             return
+        if self.settle is not None:
+            self.settle()
         self._is_finished = True
         self._run.safe_points.report_saved()
         if state == "done" and self._history.failures:
@@ -137,7 +145,9 @@ class RunEnd:
         digests: dict[str, Any] = {}
         run, is_wanted = self._run, has_digests and bool(self._history.loggers or self._has_parts)
         if is_wanted and run is not None and not run.is_replaying:
-            for name in ("digest", "optimizer_digest"):
+            # Ranks end one by one, so a state that the script has changed last is not read.
+            names = ("digest",) if self._state.has_edits else ("digest", "optimizer_digest")
+            for name in names:
                 digests[name] = run.call_digest(name, getattr(self._state, name))
         self._history.close(
             state=state,

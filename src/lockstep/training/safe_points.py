@@ -190,7 +190,7 @@ class SafePoints(StepHook):
             return error
         finally:
             checkpoints.close()
-            checkpoints.report(self._history)
+            checkpoints.report(self._history, is_last=True)
         return None
 
     def report_saved(self) -> None:
@@ -204,6 +204,7 @@ class SafePoints(StepHook):
         begun = time.perf_counter()
         self.saves += 1
         position = self._position.describe()
+        self._position.state.publish_edits()
         is_sharded = self._position.state.placement is not None
         local = self._position.state.local_state()
         self._position.saved = self._position.current

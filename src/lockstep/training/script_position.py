@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.checkpoint.folder import refusing_misfits
 from lockstep.checkpoint.save_schedule import Stateful
 from lockstep.launcher.rank_process import report_to_launcher
+from lockstep.messages import log
 from lockstep.training.call_journal import CallJournal, OpenEpoch
 from lockstep.training.compatibility import (
     describe_training,
@@ -106,6 +107,15 @@ class ScriptPosition:
         """Restore the state, if the script has repeated every call of the interrupted one."""
         if not self.log.is_replaying:
             self.restore()
+
+    def train_longer(self) -> None:
+        """Continue here if the script trains on where the interrupted run had come to its end."""
+        skipped = self.log.skip_end() if self.is_replaying else ""
+        if not skipped:
+            return
+        if self.state.parallel.rank == 0:
+            log(f"the script trains longer than the interrupted run, which {skipped} here")
+        self.restore()
 
     def note_answer(self, steps: int) -> None:
         """Note that a call was answered, after which `steps` steps were finished."""

@@ -5,14 +5,19 @@
     a step                   .grad = this rank's slices
                              optimizer.step(), in place
     its state                once per host, in shared memory, visible to every rank
+    the script changes it    each rank its pieces; published before the state is read
 
 Since the state is in shared memory, every rank has the whole state dict without an exchange. It is
-in the optimizer's own format, and can be loaded with any storage and number of ranks.
+in the optimizer's own format, and can be loaded with any storage and number of ranks. What a script
+changes between steps, such as `optimizer.state.clear()`, is an exception: the ranks then exchange
+once which entries there are, and wait until all of them have written.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.memory_format import in_format_of, in_layout_of
 from lockstep.comm.native_all_reduce import DTYPES
 from lockstep.data_parallel.gradient_reducer import GradientReducer
@@ -33,7 +39,7 @@ from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.held_parameters import HeldParameters
-from lockstep.training.optimizer_checks import without_hooks
+from lockstep.training.optimizer_checks import make_twin, without_hooks
 from lockstep.training.shared_parameters import SharedParameters, allocate
 
 __all__ = ["ShardedOptimizer", "SharedStateCheck"]
@@ -48,6 +54,10 @@ class _Entry:
 
     kind: str
     dtype: torch.dtype
+
+
+EDITS = "publishing the script's changes of the optimizer's state"
+"""What a rank does that shares such changes, for messages."""
 
 
 def _require_own_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -103,10 +113,15 @@ class ShardedOptimizer:
         self._homes: dict[tuple[int, str], torch.Tensor] = {}  # by parameter and key of its state
         self._pieces: dict[ParameterShard, nn.Parameter] = {}  # those of this rank
         self._places: dict[ParameterShard, dict[str, torch.Tensor]] = {}  # their parts of _homes
+        self._witnesses: dict[int, nn.Parameter] = {}  # by group, where this rank has no piece
+        self._missing: dict[
+            int, set[str]
+        ] = {}  # the keys that the script has deleted, by parameter
         self.was_loaded = False
         self._known = 0  # the number of pieces, of all ranks, that have a place
         self._kept = made  # the states of parameters without pieces
         self.stepped = {*made}
+        self._seen: list[Any] = []  # what the state was after the last write of this class
         self._extend()
 
     # --- a step --------------------------------------------------------------------------------
@@ -139,6 +154,9 @@ class ShardedOptimizer:
         with self.shared.writing(about):
             self._step_pieces(self._gradients.sums)
         self.stepped |= {*self._gradients.sums}
+        for index in self._gradients.sums:
+            self._missing.pop(index, None)
+        self._note_state()
 
     @torch.no_grad()
     def _step_pieces(self, sums: Mapping[int, torch.Tensor]) -> None:
@@ -167,21 +185,17 @@ class ShardedOptimizer:
                 continue
             probe = nn.Parameter(in_memory_order(parameter.detach())[:3].clone())
             probe.grad = torch.zeros_like(probe)
-            twin = object.__new__(type(self._optimizer))
-            twin.__dict__.update(self._optimizer.__dict__)
-            twin.__dict__.update({name: {} for name in vars(twin) if name.endswith("step_hooks")})
-            twin.state = defaultdict(dict)
+            state: dict[Any, dict[str, Any]] = defaultdict(dict)
             for key, value in made.get(index, {}).items():
                 # Cloned, so that the step on the probe does not change the real state.
                 whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape
                 part = in_memory_order(value)[:3].clone() if whole else copy.deepcopy(value)
-                twin.state[probe][key] = part
-            twin.param_groups = [{**self._optimizer.param_groups[group], "params": [probe]}]
+                state[probe][key] = part
+            options = {**self._optimizer.param_groups[group], "params": [probe]}
             with without_hooks():
-                type(twin).step(twin)
+                make_twin(self._optimizer, [options], state).step()
             entries[parameter.dtype] = {
-                key: self._describe_entry(key, value, probe)
-                for key, value in twin.state[probe].items()
+                key: self._describe_entry(key, value, probe) for key, value in state[probe].items()
             }
         return entries
 
@@ -224,6 +238,8 @@ class ShardedOptimizer:
                     self._add_piece(piece, number)
         written = {n: kept for n, kept in self._kept.items() if n in self._shards.covered}
         self._write_state(written)
+        self._add_witnesses()
+        self._note_state()
         if written:
             dist.barrier(self._group)
         for index in written:
@@ -248,6 +264,31 @@ class ShardedOptimizer:
             group = self._optimizer.param_groups[self._group_of[piece.index]]
             group["params"].append(self._pieces[piece])
 
+    def _add_witnesses(self) -> None:
+        """Give this rank an empty piece of each group of which it has none.
+
+        A script that changes the state of a group then changes it on every rank, so all of them
+        know that they have to publish it.
+        """
+        own = {self._group_of[piece.index] for piece in self._pieces}
+        for piece in self._shards.pieces:
+            group = self._group_of.get(piece.index)
+            if group is not None and group not in own and group not in self._witnesses:
+                witness = nn.Parameter(self.shared.vectors[piece.index][:0])
+                self._witnesses[group] = witness
+                self._optimizer.param_groups[group]["params"].append(witness)
+
+    def _note_state(self) -> None:
+        """Give the empty pieces the entries of others in their group, and note what there is."""
+        for group, witness in self._witnesses.items():
+            index = next((n for n in self._groups[group] if n in self.stepped), None)
+            if index is not None and witness not in self._optimizer.state:
+                self._optimizer.state[witness] = {
+                    key: torch.zeros(0 if entry.kind == "elements" else (), dtype=entry.dtype)
+                    for key, entry in self._get_entries(index).items()
+                }
+        self._seen = self._describe_state()
+
     def _store_state(self, piece: ParameterShard, state: dict[str, Any]) -> None:
         """Move the optimizer's state for a piece to its memory, unless it is already there."""
         for key, value in state.items():
@@ -269,12 +310,96 @@ class ShardedOptimizer:
                     'train with storage="replicated"'
                 )
 
+    # --- what the script changes -----------------------------------------------------------------
+
+    def _describe_state(self) -> list[Any]:
+        """Return values that change if the script assigns, deletes or writes an entry."""
+        state = self._optimizer.state
+        return [
+            [(key, id(value), getattr(value, "_version", 0)) for key, value in state[own].items()]
+            if own in state
+            else None
+            for own in (*self._pieces.values(), *self._witnesses.values())
+        ]
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether the script has changed the state since it was last written or published."""
+        return self._describe_state() != self._seen
+
+    def publish_edits(self) -> None:
+        """Make the script's changes of the state visible to all ranks; a collective call if any.
+
+        Raises:
+            UsageError: An entry cannot be shared, or differs between pieces; on every rank.
+        """
+        if not self.has_edits:
+            return
+        keys: dict[str, list[str]] = {}
+        refusal = ""
+        try:
+            keys = self._store_edits()
+        except UsageError as error:
+            refusal = f"rank {self._rank}: {error}"
+        message = json.dumps([keys, refusal]).encode()
+        # The topic is the same at every call: one rank may read the state alone, before the step in
+        # which the others publish it. The exchange also waits for the writes of all ranks.
+        messages = map(json.loads, all_gather_bytes(message, EDITS, self._group))
+        found: dict[int, list[str]] = {}
+        failure = ""
+        for of_rank, refusal in messages:
+            failure = failure or refusal
+            for number, present in of_rank.items():
+                if found.setdefault(int(number), present) != present:
+                    failure = failure or self._refuse_part(int(number))
+        if failure:
+            raise UsageError(failure)
+        for index, present in found.items():
+            self._missing[index] = {*self._get_entries(index)} - {*present}
+        self.stepped = {index for index, present in found.items() if present}
+        # A script that clears the whole state also means what no piece shows, of frozen parameters.
+        self._kept = self._kept if self.stepped else {}
+        self.stepped |= {*self._kept}
+        self._note_state()
+
+    def _store_edits(self) -> dict[str, list[str]]:
+        """Move what the script has assigned to its memory; return the keys of each parameter."""
+        keys: dict[str, list[str]] = {}
+        for piece, parameter in self._pieces.items():
+            state = self._optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                stored = self._places[piece].get(key)
+                if stored is None or not isinstance(value, torch.Tensor):
+                    continue  # refused below
+                if (value.shape, value.dtype) != (stored.shape, stored.dtype):
+                    raise UsageError(
+                        f"the state {key!r} has the shape {tuple(value.shape)} and the dtype "
+                        f"{value.dtype}, and had {tuple(stored.shape)} and {stored.dtype}, which "
+                        'cannot change with storage="shared"'
+                    )
+            with torch.no_grad():
+                self._store_state(piece, state)
+            present = sorted(state)
+            if keys.setdefault(str(piece.index), present) != present:
+                raise UsageError(self._refuse_part(piece.index))
+        return keys
+
+    def _refuse_part(self, index: int) -> str:
+        return (
+            "the script has changed the optimizer's state of a part of the parameter of shape "
+            f"{tuple(self._parameters[index].shape)}, of which ranks have pieces: change the state "
+            "of all parameters of a group alike, on every rank"
+        )
+
     # --- the whole state -------------------------------------------------------------------------
 
     def _read_state(self, index: int) -> dict[str, Any]:
         """Return the state of a whole parameter, in the optimizer's format."""
         state: dict[str, Any] = dict(self._kept.get(index, {}))
+        missing = self._missing.get(index, set())
         for key, entry in self._get_entries(index).items() if not state else ():
+            if key in missing:
+                continue
             home = self._homes[index, key]
             if entry.kind == "elements":
                 state[key] = in_layout_of(home, self._parameters[index])
@@ -286,6 +411,11 @@ class ShardedOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         """The whole parameters in the order in which the state dict numbers them."""
         return [self._parameters[index] for numbers in self._groups for index in numbers]
+
+    def find_whole(self, own: torch.Tensor) -> nn.Parameter:
+        """Return the parameter of which the optimizer steps a piece."""
+        (index,) = {piece.index for piece, parameter in self._pieces.items() if parameter is own}
+        return self._parameters[index]
 
     def states(self) -> dict[Any, dict[str, Any]]:
         """Return the whole state of each parameter, as the attribute `state` of an optimizer."""
@@ -328,7 +458,7 @@ class ShardedOptimizer:
             for i, index in zip(saved, order, strict=True)
             if i in state["state"]
         }
-        count = iter(range(len(self._pieces)))
+        count = itertools.count()
         packed = [
             {**group, "params": [next(count) for _ in here["params"]]}
             for group, here in zip(state["param_groups"], self._optimizer.param_groups, strict=True)
@@ -336,7 +466,9 @@ class ShardedOptimizer:
         self._optimizer.load_state_dict({"state": {}, "param_groups": packed})
         self._optimizer.state.clear()
         self.stepped, self._kept = set(), {}
+        self._missing.clear()
         self._write_state(whole)
+        self._note_state()
 
     @torch.no_grad()
     def _write_state(self, whole: Mapping[int, Mapping[str, Any]]) -> None:
@@ -368,8 +500,14 @@ class SharedStateCheck(StepHook):
         self._sharded, self._held = sharded, held
 
     def begin(self, step: StepContext, batch: Any) -> None:
-        """Raise WorkError unless parameters and optimizer state are those of a single step."""
+        """Publish the script's changes of the state, and require that it is whole.
+
+        Raises:
+            WorkError: Parameters and optimizer state are not those of a single step.
+            UsageError: A change of the state cannot be published.
+        """
         self._sharded.shared.require_whole()
+        self._sharded.publish_edits()
         if self._sharded.was_loaded:
             self._held.commit()
             self._sharded.was_loaded = False

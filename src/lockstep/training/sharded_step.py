@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from lockstep.kernel.norm import compute_squares
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.optimizer_checks import is_torchs, require_elementwise
 
-__all__ = ["choose_squares", "require_shardable"]
+__all__ = ["choose_squares", "explain_cut", "require_shardable", "rounds_alike"]
 
 WIDTH = 64
 """Elements, a multiple of the length of vector instructions."""
@@ -44,6 +45,11 @@ def choose_squares(parallel: ParallelContext, module: nn.Module) -> Callable[...
     return lambda gradients, *_: compute_sharded_squares(gradients, group)
 
 
+def rounds_alike(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Return whether a step rounds each element alike, wherever its parameter is cut."""
+    return is_torchs(optimizer) and not group.get("fused") and dtype in EXACT
+
+
 def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], ranks: int) -> None:
     """Raise LayoutError if an optimizer's step on shards may give other bits than a whole step.
 
@@ -62,16 +68,34 @@ def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], r
                 f"torch cannot step the shards of parameters by {kind.__name__}"
                 f"{' with fused=True: leave fused out' if is_fused else ': use another optimizer'}"
             )
-        is_exact = is_torchs(optimizer) and not is_fused
         for parameter in group["params"]:
-            if is_exact and parameter.dtype in EXACT:
-                continue
-            cuts = [start for start, _ in find_spans(parameter.shape, ranks)[1:]]
-            if any(cut % WIDTH and cut < parameter.numel() for cut in cuts):
-                raise LayoutError(
-                    f"{names.get(parameter, 'a parameter')} {tuple(parameter.shape)} is cut after "
-                    f"{cuts[0]} elements on {ranks} ranks, no multiple of {WIDTH}, and "
-                    f"{kind.__name__} may round the last elements differently: use one of torch's "
-                    "optimizers without fused=True and float32 parameters, or a dimension 0 that "
-                    "the number of ranks divides"
-                )
+            reason = explain_cut(optimizer, group, parameter, ranks)
+            if reason:
+                raise LayoutError(f"{names.get(parameter, 'a parameter')} {reason}")
+
+
+def explain_cut(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, ranks: int
+) -> str:
+    """Return why a step on the shards of a parameter may round differently, or "".
+
+    A frozen parameter is not stepped: ask again when it is trained.
+
+    Args:
+        optimizer: The optimizer.
+        group: The parameter's group in it.
+        parameter: The parameter.
+        ranks: The number of ranks that share the parameter.
+    """
+    if not parameter.requires_grad or rounds_alike(optimizer, group, parameter.dtype):
+        return ""
+    cuts = [start for start, _ in find_spans(parameter.shape, ranks)[1:]]
+    if not any(cut % WIDTH and cut < parameter.numel() for cut in cuts):
+        return ""
+    kind = type(optimizer).__name__
+    return (
+        f"{tuple(parameter.shape)} is cut after {cuts[0]} elements on {ranks} ranks, no multiple "
+        f"of {WIDTH}, and {kind} may round the last elements differently: use one of torch's "
+        "optimizers without fused=True and float32 parameters, or a dimension 0 that the number "
+        "of ranks divides"
+    )

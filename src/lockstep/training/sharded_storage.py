@@ -138,7 +138,7 @@ def _list_units(module: nn.Module, blocks: Sequence[str]) -> list[str]:
 @torch.no_grad()
 def shard_copy(copy: nn.Module, module: nn.Module, blocks: Sequence[str]) -> None:
     """Shard a copy of a model, whose parameters are on the meta device, and copy the values."""
-    first: Any = next(module.parameters())
+    first: Any = next(module.parameters())  # all have its mesh and its device
     shard_model(copy, blocks, first.device_mesh)
     kept = [(part, dict(part._buffers)) for part in copy.modules()]  # some may be the same tensor
     copy.to_empty(device=first.device)

@@ -64,6 +64,7 @@ class SharedParameters:
     Constructing it is a collective call; the parameters must be equal on all ranks.
 
     Attributes:
+        parameters: The parameters.
         vectors: The elements of each parameter, in memory order.
         is_committed: Whether the last step was committed, so that ranks have begun to write.
     """
@@ -72,6 +73,7 @@ class SharedParameters:
         self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None
     ) -> None:
         self._group, self._step, self.is_committed = group, 0, False
+        self.parameters = list(parameters)
         # Of the latest decision (2 * step if it is committed, one more if it is aborted); torn.
         self._words = create_group_tensor(2, torch.int64, group)
         self.vectors = allocate(

@@ -330,24 +330,39 @@ class TrainingState:
             "module_settings": self._settings.state_dict(),
         }
 
-    def is_whole(self) -> bool:
-        """Return whether shared parameters and optimizer state are not in the middle of a step."""
+    def publish_edits(self) -> None:
+        """Make what the script has changed in shared state visible to all ranks.
+
+        Call it on every rank before the state is read; a collective call if there are changes.
+        """
+        if (sharded := self.optimization.sharded) is not None:
+            sharded.publish_edits()
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether the script has changed shared state since the last step or `publish_edits`."""
         sharded = self.optimization.sharded
-        return sharded is None or sharded.shared.is_whole()
+        return sharded is not None and sharded.has_edits
+
+    def is_whole(self) -> bool:
+        """Return whether shared parameters and optimizer state are complete, of a single step."""
+        sharded = self.optimization.sharded
+        return sharded is None or (sharded.shared.is_whole() and not self.has_edits)
 
     def _require_whole(self) -> None:
         if (sharded := self.optimization.sharded) is not None:
             sharded.shared.require_whole()
 
     def describe_changes(self) -> list[Any]:
-        """Return values that change if a script writes to parameters or changes a setting."""
+        """Return values that change if a script writes to weights, state or settings."""
         groups = self.optimization.optimizer.param_groups
         options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         others = [
             parameter for module in self.parallel.extra_modules for parameter in module.parameters()
         ]
         versions = [read_version(tensor) for tensor in (*self._names, *others)]
-        return [repr(options), versions, self._settings.describe()]
+        state = self.optimization.describe_state()
+        return [repr(options), versions, state, self._settings.describe()]
 
     def find_rows(self) -> Rows:
         """Return which rows of each sharded parameter `load_local` needs."""

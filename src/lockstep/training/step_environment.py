@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,21 +24,48 @@ class KernelSettings(StepHook):
 
     Args:
         model: The model, or its compiled wrapper.
+        may_overlap: Whether steps of several models may overlap, and end in any order.
     """
 
     # Leaving autocast, which the executor does, restores the setting of its cache from before.
     is_outermost = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, may_overlap: bool = False) -> None:
         self._shapes = StaticShapes(model)
+        self._may_overlap = may_overlap
 
-    def begin(self, step: StepContext, batch: Any) -> StaticShapes:
+    def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None]:
         """Set what kernels depend on."""
         if step.parallel.device.type != "cpu":
             require_deterministic(step.parallel.device)
         if torch.get_num_threads() != step.parallel.threads:
             torch.set_num_threads(step.parallel.threads)
-        return self._shapes
+        return _overlap(self._shapes) if self._may_overlap else self._shapes
+
+
+@dataclass
+class Overlap:
+    """The steps that overlap, and the context that the first of them has entered."""
+
+    count: int = 0
+    entered: ExitStack = field(default_factory=ExitStack)
+
+
+_overlapping = Overlap()
+
+
+@contextmanager
+def _overlap(context: AbstractContextManager[None]) -> Iterator[None]:
+    """Enter a context in the first of several overlapping bodies, and leave it after the last."""
+    if not _overlapping.count:
+        _overlapping.entered.enter_context(context)
+    _overlapping.count += 1
+    try:
+        yield
+    finally:
+        _overlapping.count -= 1
+        if not _overlapping.count:
+            _overlapping.entered.close()
 
 
 class CollectiveCallCheck(StepHook):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -20,12 +20,34 @@ from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.kernel.step import OptimizerStep, PreparedStep
 from lockstep.kernel.step_context import Attempt, StepContext
 from lockstep.kernel.step_hooks import CommittedStep, RepeatStep
-from lockstep.launcher.failure_attribution import is_lost_peer
+from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.training.manual_step import ManualStep
-from lockstep.training.resumable_run import ResumableRun
 
-__all__ = ["StepOperation"]
+__all__ = ["OpenStep", "StepOperation"]
+
+
+class StepRun(Protocol):
+    """The run that steps belong to, with the state that they change."""
+
+    @property
+    def member(self) -> Any:
+        """This process as a member of an elastic run; None outside of one."""
+
+    @property
+    def state(self) -> Any:
+        """The state of the training: its executor, position, layout and history."""
+
+    @property
+    def record(self) -> Any:
+        """The record of the run."""
+
+    @property
+    def safe_points(self) -> Any:
+        """What happens where the script can be continued."""
+
+    def require_repeatable_step(self) -> None:
+        """Raise UsageError for a step that a resumed script would have to repeat."""
+
 
 _open_steps: list[set[int]] = []
 """For each manual step that is open in this process, the ids of the modules that it calls."""
@@ -38,37 +60,73 @@ class StepOperation:
         optimizer_step: The phases of a step.
         model: The model, or its compiled wrapper.
         run: The run, whose checkpoints are abandoned if training fails.
+
+    Attributes:
+        optimizer_step: The phases of a step.
+        member: This process as a member of an elastic run; None outside of one.
+        modules: The ids of the modules that a step calls.
     """
 
-    def __init__(self, optimizer_step: OptimizerStep, model: nn.Module, run: ResumableRun) -> None:
-        self._optimizer_step, self._run, self._member = optimizer_step, run, run.member
-        self._state, self._position = run.state, run.state.position
+    def __init__(self, optimizer_step: OptimizerStep, model: nn.Module, run: StepRun) -> None:
+        self.optimizer_step = optimizer_step
+        self.member: Any = run.member
+        self._run = run
+        self._state = run.state
+        self._position = run.state.position
         self._parallel = run.state.parallel
         modules = self._parallel.modules_with(model).values()
-        self._modules = {id(getattr(module, "_orig_mod", module)) for module in modules}
+        self.modules = {id(getattr(module, "_orig_mod", module)) for module in modules}
+
+    @property
+    def number(self) -> int:
+        """The number of the next step."""
+        steps: int = self._position.steps
+        return steps
+
+    @property
+    def where(self) -> str:
+        """This rank, for messages."""
+        return f"rank {self._parallel.rank}"
 
     def take(self, batch: Any) -> float:
         """Take one step on a batch, and return its loss."""
         if _open_steps:
             self.require_closed("step()")
-        if self._member is None:
-            committed = self._commit(self._prepare(batch))
+        if self.member is None:
+            committed = self.commit(self._prepare(batch))
         else:
             prepare = partial(self._prepare, batch)
-            committed = self._member.run(prepare, self._commit, self._optimizer_step.undo)
-        self._report(committed)
+            committed = self.member.run(prepare, self.commit, self.optimizer_step.undo, self.keep)
+        self.report(committed)
         return committed.result.loss
+
+    def keep(self, is_asked: bool = True) -> bool:
+        """Keep what this rank has computed of a step in which a rank was lost.
+
+        Args:
+            is_asked: Whether the script computes only what is missing.
+
+        Returns:
+            Whether it is kept, and not computed again. Ranks that share the state of the optimizer,
+            or that have a part of the model, are replaced.
+        """
+        parallel = self._parallel
+        has_all = parallel.stages == 1 and not parallel.is_interleaved
+        is_kept = has_all and self.optimizer_step.optimization.sharded is None and is_asked
+        if has_all:
+            self._state.executor.keep(is_kept)
+        return is_kept
 
     def _prepare(self, batch: Any) -> PreparedStep:
         while True:
-            step = self._begin()
+            step = self.begin()
             try:
                 given = batch if self._state.executor.is_ready else self._partition(step, batch)
-                return self._optimizer_step.compute(step, given)
+                return self.optimizer_step.compute(step, given)
             except RepeatStep:
-                self._optimizer_step.undo()
+                self.optimizer_step.undo()
             except BaseException as error:
-                self._note_failure(step, error)
+                self.note_failure(step, error)
                 raise
 
     def _partition(self, step: StepContext, batch: Any) -> Any:
@@ -76,29 +134,16 @@ class StepOperation:
         with CollectiveCallGuard(lambda: step.where):
             return self._state.executor.prepare(batch)
 
-    def open_manual(self) -> ManualStep:
-        """Return the context of a step whose micro-batches the script computes."""
-        self._require_whole_model()
-        return ManualStep(self._open(is_repeatable=False))
-
-    def open_attempts(self, *batches: Any) -> Iterator[ManualStep]:
-        """Yield the attempts at a step on batches, whose micro-batches the script computes."""
-        self._require_whole_model()
-        while True:
-            step = ManualStep(self._open(is_repeatable=True), *batches)
-            yield step
-            if not step.was_interrupted:
-                return
-
     def require_closed(self, call: str) -> None:
         """Raise UsageError if a manual step that calls one of the modules is open."""
-        if any(modules & self._modules for modules in _open_steps):
+        if any(modules & self.modules for modules in _open_steps):
             raise UsageError(
                 f"trainer.{call} was called inside of `with trainer.manual_step()`, where the "
                 "model has the buffers of this rank's micro-batch: call it after the block"
             )
 
-    def _require_whole_model(self) -> None:
+    def require_whole_model(self) -> None:
+        """Raise UsageError if the script cannot compute micro-batches itself."""
         if self._parallel.stages > 1:
             raise UsageError(
                 "a manual step needs the whole model on every rank: with stages, call "
@@ -107,83 +152,67 @@ class StepOperation:
         self._run.require_repeatable_step()
 
     @contextmanager
-    def _open(self, *, is_repeatable: bool) -> Iterator[Any]:
+    def opening(self, *, is_repeatable: bool) -> Iterator[Any]:
         """Return the context of a step whose micro-batches the body computes, with its loop.
 
         Args:
-            is_repeatable: Whether the body runs again if the loop has no result, such as after a
-                processor has computed wrong. Otherwise this process is replaced if a rank is lost.
+            is_repeatable: As for `open`.
         """
-        member = self._member
         self.require_closed("manual_step()")
-        with ExitStack() as stack:
-            _open_steps.append(self._modules)
-            stack.callback(_open_steps.remove, self._modules)
-            if member is not None:
-                stack.enter_context(member.inside(is_repeatable))
-            step, prepared, decision = self._begin(), None, None
-            step.is_repeatable = is_repeatable
-            begun = time.monotonic()
-            try:
-                try:
-                    with self._optimizer_step.computing(step) as loop:
-                        yield loop
-                    prepared = self._optimizer_step.prepare(step)
-                except RepeatStep:
-                    self._optimizer_step.undo()
-                    return
-                except BaseException as error:
-                    self._note_failure(step, error)
-                    raise
-                if member is not None:
-                    member.pass_barrier()
-            except Exception as error:
-                if member is None:
-                    raise
-                decision = member.recover(error, prepared is not None)
-                if prepared is None or not member.is_to_commit(decision):
-                    self._optimizer_step.undo()
-                    member.go_on(decision, time.monotonic() - begun)
-                    return
-            committed = self._commit(prepared)
-            if member is not None:
-                member.operation += 1
-                member.go_on(decision)
-        loop.result = committed.result
-        committed.is_manual = True
-        self._report(committed)
+        opened = self.open(is_repeatable=is_repeatable)
+        try:
+            yield opened.loop
+        except BaseException as error:
+            opened.fail(error)
+            return
+        if opened.prepare():
+            opened.loop.result = opened.commit().result
+            opened.report()
 
-    def _begin(self) -> StepContext:
+    def open(self, *, is_repeatable: bool, keeps_work: bool = False) -> OpenStep:
+        """Begin an attempt at the next step, whose micro-batches the script computes.
+
+        Args:
+            is_repeatable: Whether the script computes the micro-batches again if the step is not
+                prepared, such as after a processor has computed wrong. Otherwise this process is
+                replaced if a rank is lost.
+            keeps_work: Whether the script computes only what is missing after a rank was lost.
+        """
+        return OpenStep(self, is_repeatable=is_repeatable, keeps_work=keeps_work)
+
+    def begin(self) -> StepContext:
         """Begin an attempt at the next step."""
         position = self._position
         last = position.attempt
         position.attempt = Attempt(last.trainer, position.steps, last.number + 1, last.failure)
         return StepContext(position.attempt, self._parallel)
 
-    def _commit(self, prepared: PreparedStep) -> CommittedStep:
+    def commit(self, prepared: PreparedStep) -> CommittedStep:
+        """Commit a step that every rank has prepared, and count it."""
         try:
-            committed = self._optimizer_step.commit(prepared)
+            committed = self.optimizer_step.commit(prepared)
         except BaseException as error:
-            self._note_failure(prepared.step, error)
+            self.note_failure(prepared.step, error)
             raise
         self._position.steps += 1
         return committed
 
-    def _report(self, committed: CommittedStep) -> None:
+    def report(self, committed: CommittedStep) -> None:
+        """Report a step to the hooks."""
         try:
-            self._optimizer_step.report(committed)
+            self.optimizer_step.report(committed)
         except BaseException as error:
-            self._note_failure(committed.step, error)
+            self.note_failure(committed.step, error)
             raise
 
-    def _note_failure(self, step: StepContext, error: BaseException) -> None:
+    def note_failure(self, step: StepContext, error: BaseException) -> None:
         """Note the failure of an attempt, unless it is repeated because a rank was lost.
 
         Raises:
             LossError: The same error with the command that replays the step, because all ranks
                 stop for a loss that is not finite; GradientError if a gradient is the reason.
         """
-        if self._member is not None and is_lost_peer(error):
+        if self.member is not None and is_lost_peer(error):
             return
         self._fail(step.attempt, error)
         if isinstance(error, (LossError, GradientError)) and step.attempt.is_agreed:
@@ -195,3 +224,113 @@ class StepOperation:
         self._run.safe_points.abandon()
         attempt.fail(error)
         self._state.history.failures[:] = [f"{type(error).__name__}: {error}"]
+
+
+class OpenStep:
+    """One attempt at a step whose micro-batches the script computes.
+
+        opened ── micro-batches ──> prepare ── the script's or the trainer's update ──> commit
+           └─────────── exception ──> fail
+
+    Args:
+        operation: The steps of the trainer.
+        is_repeatable: Whether the script computes micro-batches after a failed `prepare`.
+        keeps_work: Whether it then computes only those that a lost rank has not computed.
+
+    Attributes:
+        step: The context of the step.
+        loop: The loop over the micro-batches.
+        prepared: What `prepare` has returned on every rank; None before.
+    """
+
+    def __init__(
+        self, operation: StepOperation, *, is_repeatable: bool, keeps_work: bool = False
+    ) -> None:
+        self._operation = operation
+        self._keeps_work = keeps_work
+        self._member = operation.member
+        self._kept = ExitStack()  # until the step is committed or undone
+        _open_steps.append(operation.modules)
+        self._kept.callback(_open_steps.remove, operation.modules)
+        if self._member is not None:
+            self._kept.enter_context(self._member.inside(is_repeatable))
+        self.step = operation.begin()
+        self.step.is_repeatable = is_repeatable
+        self.prepared: PreparedStep | None = None
+        self._committed: CommittedStep | None = None
+        self._decision: Any = None  # of the launcher, if a rank was lost
+        self._begun = time.monotonic()
+        self._computing = operation.optimizer_step.computing(self.step)
+        try:
+            self.loop: Any = self._computing.__enter__()
+        except BaseException as error:
+            self._handle(error)
+            raise
+
+    def prepare(self) -> bool:
+        """End the micro-batches, and add the gradients of all ranks.
+
+        Returns:
+            Whether the weights may be updated; otherwise the step was undone, and is repeated.
+        """
+        try:
+            self._computing.__exit__(None, None, None)
+            self.prepared = self._operation.optimizer_step.prepare(self.step)
+            if self._member is not None:
+                self._member.pass_barrier()
+        except BaseException as error:
+            return self._handle(error)
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Undo the step after an exception of the script; raise it, unless a rank was lost."""
+        try:
+            self._computing.__exit__(type(error), error, error.__traceback__)
+        except BaseException as explained:
+            self._handle(explained)
+        else:
+            self._handle(error)
+
+    def commit(self) -> CommittedStep:
+        """Commit the step, which is local, and count it."""
+        assert self.prepared is not None
+        self._committed = committed = self._operation.commit(self.prepared)
+        committed.is_manual = True
+        if self._member is not None:
+            self._member.operation += 1
+            self._member.go_on(self._decision)
+        self._kept.close()
+        return committed
+
+    def report(self) -> None:
+        """Report the committed step to the hooks."""
+        assert self._committed is not None
+        self._operation.report(self._committed)
+
+    def _handle(self, error: BaseException) -> bool:
+        """Undo the step, or let it be committed if a lost rank has committed it; raise others.
+
+        Returns:
+            Whether the step is committed; otherwise it is repeated.
+        """
+        member, operation = self._member, self._operation
+        try:
+            if isinstance(error, RepeatStep):
+                operation.optimizer_step.undo()
+                self._kept.close()
+                return False
+            if self.prepared is None:
+                operation.note_failure(self.step, error)
+            if member is None or not isinstance(error, Exception):
+                raise error
+            is_kept = operation.keep(self._keeps_work)
+            self._decision = member.recover(error, self.prepared is not None)
+            if self.prepared is not None and member.is_to_commit(self._decision):
+                return True
+            operation.optimizer_step.undo()
+            member.go_on(self._decision, 0.0 if is_kept else time.monotonic() - self._begun)
+            self._kept.close()
+            return False
+        except BaseException:
+            self._kept.close()
+            raise

@@ -1,4 +1,8 @@
-"""The times and the memory of the ranks in a step.
+"""The times and the memory of the ranks in a step, and the times between two steps.
+
+    end of a step ── outside ── data ── compute, idle ──> exchange of the statuses: ranks wait
+                     loop, callbacks,                     for the last one
+                     evaluation, saving
 
 A line of the record has a row for each of the first `DETAILED_RANKS` ranks, so its size does not
 depend on the number of ranks.
@@ -13,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lockstep.comm.activity import Waited
 from lockstep.kernel.rank_status import DETAILED_RANKS
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
@@ -32,6 +37,8 @@ class RankTimes(NamedTuple):
         data: Seconds of loading the batch.
         idle: Seconds that a pipeline stage waited for its neighbors.
         memory: Peak resident memory in bytes.
+        outside: Seconds since the end of the previous step, without `data` and without waits for
+            other ranks.
     """
 
     rank: int
@@ -39,6 +46,7 @@ class RankTimes(NamedTuple):
     data: float
     idle: float
     memory: int
+    outside: float = 0.0
 
 
 class RankUsage(NamedTuple):
@@ -46,7 +54,8 @@ class RankUsage(NamedTuple):
 
     Attributes:
         rows: Those of the first `DETAILED_RANKS` ranks, in rank order.
-        latest: The largest of the seconds after which a rank was ready to exchange its status.
+        latest: The largest of the seconds after which a rank was ready to exchange its status,
+            since the end of the previous step.
     """
 
     rows: list[RankTimes]
@@ -56,7 +65,7 @@ class RankUsage(NamedTuple):
     def of(cls, row: RankTimes) -> RankUsage:
         """Return the usage of one rank."""
         rows = [row] if row.rank < DETAILED_RANKS else []
-        return cls(rows, row.compute + row.data + row.idle)
+        return cls(rows, row.outside + row.compute + row.data + row.idle)
 
     def merge(self, other: RankUsage) -> RankUsage:
         """Return the usage of this range and the following one."""
@@ -73,22 +82,28 @@ class RankUsage(NamedTuple):
     ) -> list[list[float]]:
         """Return [compute, communication, waiting, data] of the ranks, in seconds.
 
-        Ranks begin a step together, since the previous one ended with an exchange. Each rank
-        reports its time for loading data and for forward and backward; its waiting time is the time
-        until the last rank arrived, and the time that a pipeline stage waited for its neighbors.
+        Ranks end a step together, since it has an exchange. Each rank reports its time outside of
+        steps, for loading data, and for forward and backward; its waiting time is the time until
+        the last rank arrived, and the time that a pipeline stage waited for its neighbors.
 
         Args:
-            arrived: The time of this rank until the exchange of the statuses.
+            arrived: The time of this rank from the end of the previous step until the exchange of
+                the statuses.
             exchanged: The duration of the exchange on this rank.
             reduced: The duration of the reduction of the gradients.
             updated: The duration of the optimizer's step.
         """
         waited = self.latest - arrived
         communication = max(0.0, exchanged - waited) + reduced
-        return [
-            [row.compute + updated, communication, self.latest - row.compute - row.data, row.data]
-            for row in self.rows
-        ]
+        rows = []
+        for row in self.rows:
+            waiting = self.latest - row.outside - row.compute - row.data
+            rows.append([row.compute + updated, communication, waiting, row.data])
+        return rows
+
+    def list_outside(self) -> list[float]:
+        """Return the seconds of the ranks between the previous step and this one."""
+        return [row.outside for row in self.rows]
 
     def list_memory(self) -> list[int]:
         """Return the peak memory of the ranks in bytes."""
@@ -102,17 +117,32 @@ class StepUsage(StepHook):
 
     def __init__(self) -> None:
         self._peak, self._due = 0, -math.inf
+        # The end of the previous step, if the ranks of this one ended it together.
+        self._ended: float | None = None
+        self._ranks: tuple[int, int] | None = None
+        self._waited = 0.0  # until then, in all
+        self._outside = 0.0  # before the current step, with the time of loading its data
+
+    def begin(self, step: StepContext, batch: Any) -> None:
+        """Measure the time since the end of the previous step, without waits for other ranks."""
+        self._outside = 0.0
+        if self._ended is not None and self._ranks == (step.parallel.rank, step.parallel.replicas):
+            waited = Waited.seconds - self._waited
+            self._outside = time.perf_counter() - self._ended - waited
+        self._ended = None
 
     def status(self, step: StepContext) -> RankUsage:
         """Return the usage of this rank."""
         times = step.times
         data = 0.0 if step.batch is None else step.batch.seconds
         compute = times.computed - times.begun - times.idle
+        self._outside = max(0.0, self._outside - data)
         if (now := time.monotonic()) >= self._due:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             self._peak = peak if sys.platform == "darwin" else peak * 1024
             self._due = now + MEMORY_INTERVAL
-        return RankUsage.of(RankTimes(step.parallel.rank, compute, data, times.idle, self._peak))
+        row = step.parallel.rank, compute, data, times.idle, self._peak, self._outside
+        return RankUsage.of(RankTimes(*row))
 
     def decode(self, value: Any) -> RankUsage:
         """Return the usage from its fields."""
@@ -125,16 +155,21 @@ class StepUsage(StepHook):
     def measure(self, step: StepContext, value: RankUsage) -> dict[str, Any]:
         """Return the duration of the step, and the times of the ranks."""
         times = step.times
+        self._ended = time.perf_counter()
+        self._ranks = step.parallel.rank, step.parallel.replicas
+        self._waited = Waited.seconds
         if step.parallel.replicas * step.parallel.stages == 1:  # it waits for no other rank
             row = value.rows[0]
             compute, data = row.compute + times.updated - times.reduced, row.data
             seconds = row.compute + row.idle + data + times.updated - times.arrived
-            return {"seconds": seconds, "ranks": [[compute, 0.0, row.idle, data]]}
+            ranks = [[compute, 0.0, row.idle, data]]
+            return {"seconds": seconds, "ranks": ranks, "outside": [row.outside]}
         arrived = times.computed - times.begun + (step.batch.seconds if step.batch else 0.0)
         rows = value.compute_rows(
-            arrived,
+            self._outside + arrived,
             times.exchanged - times.arrived,
             times.reduced - times.exchanged,
             times.updated - times.reduced,
         )
-        return {"seconds": arrived + times.updated - times.arrived, "ranks": rows}
+        seconds = arrived + times.updated - times.arrived
+        return {"seconds": seconds, "ranks": rows, "outside": value.list_outside()}

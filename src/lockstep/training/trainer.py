@@ -7,51 +7,31 @@ batches ──> step ──> statuses ──> gradients ──> clip ──> buf
 
 from __future__ import annotations
 
-import copy
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.audit.audit_hook import Audit
-from lockstep.audit.call_audit_hook import CallAuditHook
-from lockstep.audit.replica_check import ReplicaCheck
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import end_call, stopping
-from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
-from lockstep.data.loader import Batches, GatherFn
-from lockstep.elastic.membership import exchange, membership, run_transaction
-from lockstep.kernel.errors import UsageError
+from lockstep.data.loader import Batches
+from lockstep.elastic.membership import membership
 from lockstep.kernel.loss_weights import WeightFunction
-from lockstep.kernel.step import OptimizerStep
-from lockstep.kernel.step_hooks import StepHook, StepResult
 from lockstep.launcher.world import world
-from lockstep.messages import log
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.evaluation import Evaluation, Scoring
 from lockstep.model.forward import Metric
-from lockstep.model.group_exchange import exchange_statuses
-from lockstep.model.loss_check import LossCheckHook
-from lockstep.model.time_first import TimeFirstWarning
+from lockstep.model.predictions import Predictions
 from lockstep.pipeline.partitioner import PipelineConfig
-from lockstep.record.loggers import Logger
-from lockstep.record.progress import Progress
 from lockstep.training.call_hints import explain_calls
-from lockstep.training.compatibility import describe_run
-from lockstep.training.epoch import Epoch
-from lockstep.training.evaluation_operation import EvaluationOperation
+from lockstep.training.engine import Engine, EngineOptions
 from lockstep.training.history import Callback, History
 from lockstep.training.manual_step import ManualStep
-from lockstep.training.model_setup import ModelSetup, set_up_model
-from lockstep.training.optimization import OptimizerHookCheck
+from lockstep.training.model_setup import set_up_model
 from lockstep.training.optimizer_config import (
     OptimizerConfig,
     OptimizerFactory,
@@ -59,34 +39,17 @@ from lockstep.training.optimizer_config import (
     list_intervals,
 )
 from lockstep.training.parallel_setup import make_parallel_context
-from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.round_entry import RoundEntry
-from lockstep.training.run_checkpoints import RunCheckpoints
-from lockstep.training.run_end import RunEnd
-from lockstep.training.run_record import LoggerLike, RunRecord
-from lockstep.training.sharded_optimizer import SharedStateCheck
-from lockstep.training.sharded_step import choose_squares
-from lockstep.training.state import TrainingState, begin_position
-from lockstep.training.step_environment import CollectiveCallCheck, KernelSettings
-from lockstep.training.step_operation import StepOperation
-from lockstep.training.step_usage import StepUsage
+from lockstep.training.run_record import LoggerLike
+from lockstep.training.services import Services
 from lockstep.training.trainer_arguments import Storage, check_arguments, compare_arguments
-from lockstep.training.trainer_hooks import (
-    Observation,
-    ObservedTrainer,
-    current_session,
-)
-from lockstep.training.weights_file import save_from_rank0
-from lockstep.training.whole_model import WholeModelExecutor
+from lockstep.training.trainer_hooks import current_session
 
 __all__ = ["Trainer"]
 
 
 @explain_calls
-class Trainer:
+class Trainer(Services):
     """Trains a model on all ranks of the world, with the same bits in every layout.
-
-    It has many methods: one for each thing that a script may ask of a training.
 
     For a given model, loss, optimizer, seed, data order, `microbatches`, number of threads, torch
     build and kind of processor, the parameters, buffers, optimizer state and loss are
@@ -158,6 +121,9 @@ class Trainer:
         DisagreementError: Models or settings differ between ranks; raised on every rank.
     """
 
+    history: History
+    engine: Engine
+
     def __init__(
         self,
         model: nn.Module | Sequence[BlockLike],
@@ -181,10 +147,10 @@ class Trainer:
         progress: bool | None = None,
         audit: AuditConfig | bool = True,
     ) -> None:
-        is_rank0 = world().rank == 0
-        optimizers, pipeline = list_configs(optimizer), pipeline or PipelineConfig()
+        here = world()
+        optimizers = list_configs(optimizer)
+        pipeline = pipeline or PipelineConfig()
         auditing = read_audit(audit)
-        stateful = None if checkpoint is None else checkpoint.stateful
         settings = compare_arguments(
             model,
             {
@@ -199,24 +165,23 @@ class Trainer:
                 "activation_checkpointing": activation_checkpointing,
                 "extra_modules": extra_modules,
                 "storage": storage,
-                "checkpoint": None if stateful is None else list(stateful),
+                "checkpoint": None if checkpoint is None else list(checkpoint.stateful),
                 "audit": auditing and repr(auditing),
                 "scheduler_interval": list_intervals(optimizers),
                 **{f"pipeline.{name}": value for name, value in vars(pipeline).items()},
             },
         )
         check_arguments(storage, pipeline.stages, max_grad_norm)
-        session, member = current_session(), membership()
+        session = current_session()
         if session is not None:
             pipeline, is_shared = session.options(model, pipeline)
             storage = "shared" if is_shared else "replicated"
-            loggers, checkpoint, progress = (), None, False
-        self._is_in_session = session is not None
         is_sharded = storage in ("sharded", "hybrid")
+        member = membership()
         if is_sharded and member is not None and member.is_waiting:
             member.join()  # which ends this process with all others, before it holds a whole model
-        self.parallel = make_parallel_context(
-            world(),
+        parallel = make_parallel_context(
+            here,
             microbatches,
             loss,
             loss_weight,
@@ -229,7 +194,7 @@ class Trainer:
         )
         setup = set_up_model(
             model,
-            self.parallel,
+            parallel,
             optimizers,
             metrics or {},
             pipeline,
@@ -238,92 +203,23 @@ class Trainer:
             is_shared=storage == "shared",
             is_elastic=member is not None,
         )
-        self.model, self.module = setup.model, setup.module
-        self.metrics, self.seed = dict(metrics or {}), seed
-        self._optimization, self._executor = setup.optimization, setup.executor
-        self._position = begin_position(seed, self.parallel.group)
-        display = Progress(bool(progress)) if is_rank0 and progress is not False else None
-        self.history = History(callbacks=callbacks, progress=display)
-        self._state = TrainingState(
-            self.module,
-            self._optimization,
-            self.parallel,
-            self._executor,
-            self.history,
-            self._position,
+        options = EngineOptions(
+            seed=seed,
+            settings=settings,
+            metrics=metrics or {},
+            max_grad_norm=max_grad_norm,
+            callbacks=callbacks,
+            loggers=loggers,
+            checkpoint=checkpoint,
+            progress=progress,
+            audit=auditing,
         )
-        self.parallel.is_recorded = self._is_in_session
-        self._end = RunEnd(self._state, member)
-        self._record = RunRecord(loggers if is_rank0 else (), checkpoint, self._open_record)
-        checkpoints = None
-        if checkpoint is not None:
-            checkpoints = RunCheckpoints(checkpoint, self.parallel, self._record, member)
-        settings |= setup.settings
-        self._run = ResumableRun(self._state, settings, self._record, checkpoints, member)
-        is_recorded = is_rank0 and self._record.may_record
-        if self.parallel.has_parts:  # all ranks must take part in computing a digest
-            here = b"1" if is_recorded else b""
-            is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
-        self._end.begin(self._run, is_recorded)
-        hooks = self._list_hooks(setup, is_resumable=bool(checkpoints or member))
-        if session is None and auditing is not None:
-            record, executor = self._record_finding, setup.executor
-            position = executor.position
-            modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
-            hooks.append(
-                CallAuditHook(auditing, self.parallel, position, executor.find_calls, record)
-            )
-            if isinstance(executor, WholeModelExecutor):
-                leave = None if member is None else self._leave_if
-                called = position, executor.repeat, modules
-                hooks.append(Audit(auditing, self.parallel, *called, record, stop, leave))
-            if self.parallel.replicas > 1 and self._optimization.sharded is None:
-                state = self._optimization.local_state
-                # First, before other checks raise an error about what it can restore.
-                hooks.insert(0, ReplicaCheck(auditing, self.parallel, modules, state, record))
-        if session is not None:
-            observer = session.attach(self._observed())
-            if stateful is not None and (path := observer.checkpoint) is not None:
-                self._run.replay_from(path, stateful)
-            hooks.append(Observation(observer, self._executor.position))
-        optimizer_step = OptimizerStep(
-            self.parallel,
-            self._executor,
-            self._optimization,
-            partial(exchange_statuses, self.parallel.messages),
-            hooks,
-            max_grad_norm,
-            is_repeatable=self._optimization.sharded is not None or member is not None,
-            squares=choose_squares(self.parallel, self.module),
-        )
-        self._steps = StepOperation(optimizer_step, self.model, self._run)
-        begin_scoring = partial(Scoring, self.parallel, self.metrics)
-        self._evaluations = EvaluationOperation(self._run, begin_scoring)
-        self._rounds: RoundEntry | None = None
-        if member is not None and session is None:
-            promote = partial(self._promote, loggers, progress)
-            self._rounds = RoundEntry(member, self._run, promote)
-            if not is_rank0:
-                self.history.keep_backlog()
+        engine = Engine(setup, parallel, options)
+        super().__init__(engine)
+        self.metrics = dict(metrics or {})
+        self._steps = engine.steps
         if session is None and self._run.is_resuming:
             self.resume()
-
-    def _list_hooks(self, setup: ModelSetup, *, is_resumable: bool) -> list[StepHook]:
-        """Return the hooks that take part in every step, in this order."""
-        parallel, executor, optimization = self.parallel, self._executor, self._optimization
-        hooks: list[StepHook] = [KernelSettings(self.model), CollectiveCallCheck(executor.position)]
-        if optimization.sharded is not None:
-            hooks.append(SharedStateCheck(optimization.sharded, setup.state_check.held))
-        hooks += setup.checks
-        if optimization.is_split:
-            hooks.append(OptimizerHookCheck(optimization))
-        hooks.append(TimeFirstWarning(self.model, executor.position))
-        if parallel.loss is not None:
-            hooks.append(LossCheckHook(parallel.modules_with(self.model)))
-        hooks.append(StepUsage())
-        if is_resumable:
-            hooks.append(self._run.safe_points)
-        return [*hooks, self.history]
 
     # --- the training loop -------------------------------------------------------------
 
@@ -356,19 +252,8 @@ class Trainer:
             DisagreementError: While iterating, ranks ask for different batches; raised on every
                 rank.
         """
-        self._run.begin()
-        batches = Epoch(
-            self._run,
-            self.finish,
-            **resolve_data(dataset, batch_size, options),
-            **self.parallel.loader_options(),
-            seed=self.seed if seed is None else seed,
-            epoch=epoch,
-            agree=self._make_agree(lambda: f"epoch {self._position.epoch}"),
-        )
-        if self._rounds is not None:
-            self._rounds.follow(batches)
-        return batches
+        given = resolve_data(dataset, batch_size, options)
+        return self.engine.make_batches(given, seed, epoch, self.finish)
 
     def step(self, batch: Any) -> float:
         """Train on one global batch.
@@ -390,7 +275,7 @@ class Trainer:
             DisagreementError: Ranks take different steps, or train on different batches.
         """
         try:
-            return self._run.call_step(batch, self._steps.take)
+            return self.engine.run.call_step(batch, self._steps.take)
         except BaseException as error:
             end_call(error, self.finish, self._run.safe_points.abandon)
             raise
@@ -411,7 +296,8 @@ class Trainer:
         Raises:
             UsageError: The trainer has pipeline stages: no rank has the whole model.
         """
-        return self._steps.open_manual()
+        self._steps.require_whole_model()
+        return ManualStep(self._steps.opening(is_repeatable=False))
 
     def attempts(self, *batches: Any) -> Iterator[ManualStep]:
         """Yield attempts at one step that your own loop computes, until an attempt succeeds.
@@ -435,7 +321,12 @@ class Trainer:
         Raises:
             UsageError: The trainer has pipeline stages: no rank has the whole model.
         """
-        return self._steps.open_attempts(*batches)
+        self._steps.require_whole_model()
+        while True:
+            step = ManualStep(self._steps.opening(is_repeatable=True), *batches)
+            yield step
+            if not step.was_interrupted:
+                return
 
     def evaluate(
         self, dataset: Any, batch_size: int | None = None, *, ema: bool = False, **options: Any
@@ -455,8 +346,10 @@ class Trainer:
             UsageError: `ema` without `ema_decay`, or an invalid option.
         """
         given = self._select_data("evaluate()", dataset, batch_size, options)
+        begin = partial(Scoring, self.parallel, self.metrics, ema)
         with stopping(self.finish, self._run.safe_points.abandon):
-            return self._evaluations.evaluate(given, ema=ema)
+            evaluation: Evaluation = self.engine.evaluations.evaluate(given, begin, ema=ema)
+        return evaluation
 
     def predict(
         self, dataset: Any, batch_size: int | None = None, *, ema: bool = False, **options: Any
@@ -479,52 +372,9 @@ class Trainer:
                 place where the run was interrupted, so that the weights are not those of the call.
         """
         given = self._select_data("predict()", dataset, batch_size, options)
+        begin = partial(Predictions, self.parallel)
         with stopping(self.finish, self._run.safe_points.abandon):
-            return self._evaluations.predict(given, ema=ema)
-
-    def _select_data(
-        self, call: str, dataset: Any, batch_size: int | None, options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the options of the batches of an evaluation, and check that no step is open."""
-        self._steps.require_closed(call)
-        return {"shuffle": False} | resolve_data(
-            dataset, batch_size, {"seed": self.seed, **options}
-        )
-
-    def log(self, name: str, value: Any, kind: str = "scalar") -> None:
-        """Record a value of your own at the latest step; call it on every rank.
-
-        The value of rank 0 appears in the record and the report, and in TensorBoard and other
-        dashboards. A resumed script does not record again what it has recorded.
-
-        Args:
-            name: The name, such as "temperature". A value of the same name and step replaces it.
-            value: A number; a tensor or array for the other kinds.
-            kind: "scalar"; "histogram", of the elements of `value`; or "image", of the shape
-                (height, width) or (channels, height, width), with 1 or 3 channels, as uint8 or
-                floats in [0, 1].
-
-        Raises:
-            UsageError: The value is not of this kind.
-        """
-        self._run.begin()
-        if not self.is_replaying:
-            self.history.log(name, value, kind)
-
-    def finish(self, state: str = "done", message: str | None = None) -> None:
-        """End the run: save the last checkpoint, and write the last line of the record.
-
-        Call it on every rank if the trainer has checkpoints, and in elastic runs.
-
-        Args:
-            state: How the run ended, for the record: "done", "failed" or "stopped".
-            message: Why, for the record.
-
-        Raises:
-            FileError: The record, or the last checkpoint, could not be written.
-            UsageError: A resumed script ended before it reached the position of the other run.
-        """
-        self._end.finish(state, message)
+            return self.engine.evaluations.predict(given, begin, ema=ema)
 
     # --- state --------------------------------------------------------------------------
 
@@ -535,65 +385,12 @@ class Trainer:
         Raises:
             UsageError: There are several: use `optimizers`.
         """
-        return self._optimization.get_only_schedule("optimizer").optimizer
+        return self.engine.setup.optimization.get_only_schedule("optimizer").optimizer
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """The optimizers, in the order in which they were configured."""
-        return self._optimization.optimizers
-
-    @property
-    def steps(self) -> int:
-        """The number of finished steps."""
-        return self._position.steps
-
-    @property
-    def epoch(self) -> int:
-        """The number of the latest epoch that was started, from 0."""
-        return self._position.epoch
-
-    @property
-    def resumed_from(self) -> int | None:
-        """The step that the training was resumed from; None if it was not resumed."""
-        return self._run.resumed_from
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether a resumed script has not yet reached the place where the run was interrupted.
-
-        Until then, calls have no effect and return what they returned in the interrupted run. Use
-        it to leave out what should not be repeated, such as `print`.
-        """
-        return self._run.is_replaying
-
-    @property
-    def last_result(self) -> StepResult:
-        """The result of the latest step, the same after resuming; its `loss` is that of `step`.
-
-        After a loop over batches that a resumed script does not repeat, it is the result of the
-        last step of that loop, without `ranks` and `losses`. Of a step outside of
-        such a loop that is not repeated, only `step`, `epoch` and `loss` are known.
-
-        Raises:
-            UsageError: No step was taken.
-        """
-        if self.history.last is None:
-            raise UsageError("trainer.last_result: the trainer has not taken a step")
-        return self.history.last
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the run, the same on every rank; read it on every rank.
-
-        It is a good place for files that belong to the run, such as the best weights. Reading it
-        begins the run, so call `resume` before. Under `lockstep check` and `lockstep replay` it is
-        a temporary folder.
-
-        Raises:
-            UsageError: The run has no folder, since it is not recorded.
-        """
-        self._run.begin()
-        return self._record.share_folder(self.parallel.group, self._is_in_session)
+        return self.engine.setup.optimization.optimizers
 
     @property
     def scheduler(self) -> Any:
@@ -602,171 +399,15 @@ class Trainer:
         Raises:
             UsageError: There are several optimizers: use `schedulers`.
         """
-        return self._optimization.get_only_schedule("scheduler").scheduler
+        return self.engine.setup.optimization.get_only_schedule("scheduler").scheduler
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
         """The scheduler of each optimizer, or None."""
-        return tuple(schedule.scheduler for schedule in self._optimization.schedules)
+        return tuple(schedule.scheduler for schedule in self.engine.setup.optimization.schedules)
 
     @property
     def ema_model(self) -> nn.Module | None:
         """A copy of the model with the averaged weights; None without `ema_decay`."""
-        average = self._optimization.average
+        average = self.engine.setup.optimization.average
         return None if average is None else average.module
-
-    def digest(self) -> str:
-        """Return the SHA-256 of parameters and buffers, as 64 hexadecimal digits.
-
-        Call it on every rank if the trainer has pipeline stages or sharded storage. Equals
-        `lockstep.digest(model)`.
-        """
-        self._steps.require_closed("digest()")
-        return self._run.call_digest("digest", self._state.digest)
-
-    def optimizer_digest(self) -> str:
-        """Return the SHA-256 of the optimizer's state, as 64 hexadecimal digits.
-
-        Call it on every rank if the trainer has pipeline stages or sharded storage.
-        """
-        self._steps.require_closed("optimizer_digest()")
-        return self._run.call_digest("optimizer_digest", self._state.optimizer_digest)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that training continues from, in any layout.
-
-        The keys include "model", "buffers", "optimizer", "scheduler", "average",
-        "module_settings" and "steps". "buffers" holds the tensors that no state dict of the model
-        has: its non-persistent buffers, and the buffers and parameters of the loss and of
-        `extra_modules`. "module_settings" holds what the script has changed in these modules since
-        the trainer was constructed, such as `requires_grad`, modes and plain attributes. The
-        position within an epoch is in `batches.state_dict()`.
-
-        All tensors are copies. Call it on every rank if the trainer has pipeline stages or sharded
-        storage.
-        """
-        self._steps.require_closed("state_dict()")
-        return copy.deepcopy(self._state.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned in this or another layout; call it on every rank.
-
-        The tensors of `state` are copied, so it can be loaded again later.
-
-        Raises:
-            UsageError: The state was saved with another seed or number of micro-batches.
-        """
-        self._steps.require_closed("load_state_dict()")
-        loaded = ("model", "buffers", "average")  # copied into the tensors that are there
-        rest = {name: value for name, value in state.items() if name not in loaded}
-        self._state.load_state_dict({**state, **copy.deepcopy(rest)})
-
-    def save_weights(self, path: str | Path, *, ema: bool = False) -> None:
-        """Write the weights to a file from rank 0, atomically; call it on every rank.
-
-        All ranks return when the file is written. `lockstep check` writes no file.
-
-        Args:
-            path: The file; its folder must exist. The suffixes .pt, .pth, .bin and .ckpt choose
-                the format of `torch.load(path, weights_only=True)`, for which rank 0 gathers all
-                weights; all others safetensors, written tensor by tensor. The suffix
-                .safetensors.index.json writes an index, and parts of up to 5 GB.
-            ema: Whether to write the averaged weights.
-
-        Raises:
-            FileError: The file could not be written; raised on every rank.
-        """
-        self._steps.require_closed("save_weights()")
-
-        def save() -> None:
-            if not self._is_in_session:
-                state, group = self._state.collect_model(ema), self.parallel.group
-                run_transaction(lambda: save_from_rank0(Path(path), state, group), lambda _: None)
-
-        with stopping(self.finish, self._run.safe_points.abandon):
-            self._run.call("save", save)
-
-    # --- checkpoints --------------------------------------------------------------------
-
-    def resume(self, place: str | Path | None = None) -> None:
-        """Continue an interrupted run from a checkpoint, with the bits of an uninterrupted run.
-
-        Call it on every rank before the first batch. The script then makes its calls from the
-        beginning: batches that were trained are not yielded again, evaluations return their
-        recorded results, and weights that were saved are not saved again. The layout may be
-        another one. See the guide on checkpoints.
-
-        Args:
-            place: A checkpoint, the folder of a run, or the name of a run in `runs`. None: the
-                trainer's own folder; without a checkpoint there the run starts from its
-                beginning.
-
-        Raises:
-            UsageError: The seed, the number of micro-batches, the model or the optimizer differs
-                from that of the checkpoint; there is no checkpoint at `place`; or the script has
-                already called `batches`, `step` or `evaluate`.
-            FileError: Every checkpoint is damaged.
-        """
-        if not self._is_in_session:
-            self._run.resume(place)
-
-    def __enter__(self) -> Trainer:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Finish the run, as failed if there was an exception."""
-        if error is None:
-            self.finish()
-        else:
-            self.finish("failed", f"{type(error).__name__}: {error}")
-
-    def _open_record(self, loggers: list[Logger]) -> None:
-        """Start to record the run with these loggers."""
-        self.history.loggers = loggers
-        self.parallel.is_recorded |= bool(loggers)
-        if loggers:
-            self._end.end_at_exit(loggers)
-            self.history.write("run", **describe_run(self._state))
-
-    def _observed(self) -> ObservedTrainer:
-        return ObservedTrainer(
-            world().backend,
-            self.parallel,
-            self.model,
-            self.module,
-            self._optimization.sharded is None,
-            self._state.digest,
-            self._state.optimizer_digest,
-            self._optimization.local_state,
-        )
-
-    def _record_finding(self, finding: Mapping[str, Any]) -> None:
-        """Write a finding of the audit to the record, and its message to standard error."""
-        self.history.write("audit", **finding)
-        if self.parallel.rank == 0:
-            log(finding["message"])
-
-    def _leave_if(self, rank: int, reason: str) -> None:
-        """End this process if it is that rank of an elastic run; another one takes its place."""
-        if self.parallel.rank == rank:
-            log(reason)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def _promote(
-        self, loggers: LoggerLike | Sequence[LoggerLike] | None, progress: bool | None
-    ) -> None:
-        """Make this rank the new rank 0: write to the loggers, and show the progress."""
-        if progress is not False:
-            self.history.progress = Progress(bool(progress))
-        self._run.promote(loggers)
-
-    def _make_agree(self, what: Callable[[], str]) -> GatherFn:
-        return lambda message, doing: exchange(
-            lambda: message, f"{doing} {what()}", self.parallel.group
-        )

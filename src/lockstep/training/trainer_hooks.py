@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.kernel.step_context import Position, StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
@@ -53,6 +54,7 @@ class ObservedTrainer:
         optimizer_digest: The same for the optimizer's state.
         optimizer_state: The function that returns the optimizer's state on this rank, by names
             such as "weight/exp_avg".
+        optimizers: The optimizers.
         is_exact: Whether it is a handle of `ls.exact`.
     """
 
@@ -64,6 +66,7 @@ class ObservedTrainer:
     digest: Callable[[], str]
     optimizer_digest: Callable[[], str]
     optimizer_state: Callable[[], Mapping[str, Any]]
+    optimizers: Sequence[Optimizer] = ()
     is_exact: bool = False
 
 

@@ -273,6 +273,7 @@ def _give_memory(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
         materialize(model, "cpu")
         return
     kept = {name: buffer.clone() for name, buffer in others.items()}
+    # `fully_shard` was called with the whole model, so all are on the device of one mesh.
     model.to_empty(device=sharded.device_mesh.device_type)  # which empties all tensors
     for name, buffer in model.named_buffers():
         if name in kept:

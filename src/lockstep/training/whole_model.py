@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import ShardedModel, WatchedCalls, watch_calls
+from lockstep.training.kept_work import KeptWork
 from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
 
 __all__ = ["WholeModelExecutor"]
@@ -69,6 +70,9 @@ class WholeModelExecutor:
             modules = {name: called.get_submodule(name) for name in blocks}
             self._checkpointing = ActivationCheckpointing(modules, parallel.device)
         self._loop: MicrobatchLoop | None = None
+        self._kept: KeptWork | None = None
+        self._is_first_of_round = False
+        self.repeated = 0  # micro-batches of the step in which the last round ended
         self.parts: list[tuple[CollectedGradients, Buffers]] = []  # of the current step
         self.parameters = list(module.parameters())
         # Another list means that this rank has parts of the model.
@@ -79,8 +83,16 @@ class WholeModelExecutor:
     def enter_group(self) -> None:
         """Discard the plans made for the ranks of an earlier group."""
         self._gradients.enter_group()
+        self._is_first_of_round = True
+
+    def keep(self, is_kept: bool) -> None:
+        """Keep what this rank has computed of the current step, or count it as repeated."""
+        loop = self._loop
+        self._kept = loop.keep() if loop is not None and is_kept else None
+        self.repeated = 0 if loop is None or is_kept else len(loop.step.computed)
 
     is_ready = True
+    left_early = LEFT_EARLY
 
     def prepare(self, batch: Any) -> Any:
         """Return the batch unchanged: a whole model needs no preparation."""
@@ -103,17 +115,24 @@ class WholeModelExecutor:
             self.parameters,
         )
         self._loop, self.parts = loop, [(self._gradients, buffers)]
+        self._parallel.held_nodes = None
+        if self._is_first_of_round:
+            loop.is_first_of_round = True
+            if self._kept is not None and self._kept.step.number == step.number:
+                loop.kept = self._kept
+            self._kept = None
+            self._is_first_of_round = False
         recomputing = explaining = NOTHING
         if self._checkpointing is not None:
             recomputing = self._checkpointing.enable(buffers)
             explaining = self._checkpointing.explain_errors()
         try:
-            with recomputing, self._scopes.seed_calls():
+            with recomputing, self._seed_calls():
                 try:
                     with explaining:
                         yield loop
                         if step.batch is None or loop.current is not None:
-                            raise UsageError(LEFT_EARLY)
+                            raise UsageError(self.left_early)
                 except BaseException as error:
                     loop.close(error)
                     raise
@@ -122,6 +141,10 @@ class WholeModelExecutor:
             if explained := explain_device_error(error, self._module, loop.place):
                 raise explained from error
             raise
+
+    def _seed_calls(self) -> AbstractContextManager[None]:
+        """Return the context in which the calls of the scopes are seeded in a step."""
+        return self._scopes.seed_calls()
 
     def repeat(self, microbatch: Microbatch, share: float) -> dict[str, int]:
         """Compute a micro-batch again, inside of `open`; return hashes of its results."""
@@ -177,7 +200,7 @@ class WholeModelExecutor:
         """Evaluate the model, or a copy of it with other weights."""
         called = self._called if model is None else model
         try:
-            return evaluate(called, batches, self._parallel, task, self._seed, self._blocks)
+            return evaluate(called, batches, task, self._seed, self._blocks)
         finally:
             if self._parallel.is_interleaved:  # torch keeps what it gathered until a backward
                 root: Any = getattr(called, "_orig_mod", called)

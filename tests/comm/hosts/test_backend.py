@@ -77,6 +77,28 @@ def test_a_world_on_one_host_has_the_native_group():
     assert run(class_on_one_host, "aa") == ["LockstepBackend"] * 2
 
 
+def train_with_a_limit(placement: str, limit: int) -> tuple[str, str]:
+    """Train where a group in shared memory holds at most so many ranks."""
+    backend.MAX_LOCAL_RANKS = limit
+    join(placement)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3)
+    trainer = ls.Trainer(
+        model, torch.nn.functional.mse_loss, torch.optim.SGD, microbatches=8, seed=0, loggers=[]
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        trainer.step((torch.randn(16, 6, generator=generator), torch.zeros(16, 3)))
+    return type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__, trainer.digest()
+
+
+def test_more_ranks_than_a_group_in_shared_memory_holds_are_several_groups():
+    [(native, expected)] = set(run(train_with_a_limit, "aaaa", 64))
+    [(across, digest)] = set(run(train_with_a_limit, "aaaa", 3))
+    assert (native, across) == ("LockstepBackend", "HostProcessGroup")
+    assert digest == expected
+
+
 def request_backend(placement: str) -> str:
     """Request the backend in a world of several hosts, of which the last one does not have it."""
     rank = int(os.environ["RANK"])

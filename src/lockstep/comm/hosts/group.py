@@ -20,12 +20,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from lockstep.comm.backend_errors import BackendError, Failure
 from lockstep.comm.hosts.connections import close_connections
 from lockstep.comm.hosts.map import HostMap
+from lockstep.foreign_messages import CONNECTION_ENDS, is_gloo_timeout, says_lost_connection
 
-__all__ = ["ANSWER_TIMEOUT", "GLOO_MARGIN", "GroupError", "HostGroup"]
+__all__ = ["ANSWER_TIMEOUT", "GLOO_MARGIN", "HostGroup"]
 
 GLOO_MARGIN = timedelta(seconds=1)
 """The time by which Gloo waits longer than a rank, which can then write the cause before the
@@ -50,10 +51,6 @@ def _close_connections() -> None:
             group.close()
 
 
-class GroupError(dist.DistBackendError):
-    """A call of a group across hosts failed; the group cannot be used any longer."""
-
-
 class HostGroup:
     """A group of ranks on several hosts.
 
@@ -75,7 +72,7 @@ class HostGroup:
         gloo: The `ProcessGroupGloo`.
         name: The name of the group.
         timeout: Seconds for each call.
-        failure: Why the group can no longer be used; "" if it can.
+        failure: Why the group can no longer be used; None if it can.
         process: The process that joined the group.
     """
 
@@ -96,7 +93,8 @@ class HostGroup:
         self._cause = FailureCause(store)
         self.local, self.gloo = local, gloo
         self.timeout, self._sums_begun = timeout, 0
-        self.failure, self._failing = "", threading.Lock()
+        self.failure: Failure | None = None
+        self._failing = threading.Lock()
         self.process = os.getpid()
         _open.add(self)
 
@@ -120,7 +118,7 @@ class HostGroup:
         """Begin a sum; return its name, such as "reproducible_all_reduce #3", and its number.
 
         Raises:
-            GroupError: The group has failed before.
+            BackendError: The group has failed before.
         """
         self.check_process()
         self._sums_begun += 1
@@ -139,18 +137,18 @@ class HostGroup:
         try:
             yield
         except RuntimeError as error:
-            self.fail(str(error).partition("\n")[0].rpartition(" failed: ")[2])
-            raise GroupError(self.sentence(call, self.failure)) from None
+            failure = self.fail(Failure.of(error))
+            raise self._make_error(call, failure, failure.reason) from None
         except (KeyboardInterrupt, SystemExit):
-            self.fail(f"{self.describe(self.rank)} was interrupted")
+            self.fail(Failure(f"{self.describe(self.rank)} was interrupted"))
             raise
 
     # ---- failures ----
 
     def check_process(self) -> None:
-        """Raise DistBackendError in a fork of the process that joined the group."""
+        """Raise BackendError in a fork of the process that joined the group."""
         if self.process != os.getpid():
-            raise dist.DistBackendError(
+            raise BackendError(
                 f"{self.format_rank(self.rank)}: process {os.getpid()} is a fork of process "
                 f"{self.process}, which joined group {self.name}, and cannot use the group: make "
                 f"this call in process {self.process}, or start the new process by spawning it and "
@@ -158,13 +156,13 @@ class HostGroup:
             )
 
     def check(self, call: str) -> None:
-        """Raise GroupError if the group has failed before this call."""
-        if self.failure:
-            raise GroupError(self.sentence(call, f"the group had failed: {self.failure}"))
+        """Raise BackendError if the group has failed before this call."""
+        if (failure := self.failure) is not None:
+            raise self._make_error(call, failure, f"the group had failed: {failure.reason}")
 
     def explain_call(
         self, call: str, awaited: str, peer: int | None, seconds: float, error: str
-    ) -> GroupError:
+    ) -> BackendError:
         """Return the exception for a call of Gloo that failed, and end the group.
 
         Args:
@@ -174,42 +172,50 @@ class HostGroup:
             seconds: The timeout.
             error: Gloo's message.
         """
-        if "imed out" in error:
-            self.fail(
+        if is_gloo_timeout(error):
+            found = Failure(
                 f"{self.describe(self.rank)} timed out after {seconds:g} s in {call}, waiting for "
                 f"{awaited}: check that every rank makes this call, and that the network between "
                 "the hosts works"
             )
         else:
             closed = self._find_closed() if peer is None else peer
-            self.fail(self._explain_connection(closed, error))
-        return GroupError(self.sentence(call, self.failure))
+            rank = None if closed is None else self.global_rank(closed)
+            is_lost = says_lost_connection(error)
+            reason = self._explain_connection(closed, error)
+            found = Failure(reason, "closed", rank) if is_lost else Failure(reason)
+        failure = self.fail(found)
+        return self._make_error(call, failure, failure.reason)
 
     def has_ended(self) -> bool:
         """Return whether a rank has written why the group has failed; ask again.
 
         Gloo may forget a message whose connection is closed, and never wake who waits for it.
         """
-        return self._cause.is_written() or bool(self.failure)
+        return self._cause.is_written() or self.failure is not None
 
-    def fail(self, reason: str) -> None:
+    def fail(self, failure: Failure) -> Failure:
         """End the group for all its ranks.
 
-        Only the first reason counts, of this rank and of all ranks.
+        Returns:
+            The failure that counts: the first one, of this rank and of all ranks.
         """
         with self._failing:
-            if not self.failure:
-                self.failure = self._cause.agree(reason)
-                self.local._abort_because(self.failure)
+            if self.failure is None:
+                self.failure = self._cause.agree(failure)
+                self.local._abort_because(*self.failure.to_native())
                 close_connections(self.gloo)
+            return self.failure
 
-    def sentence(self, call: str, reason: str) -> str:
-        """Return the message of an exception about a call of this rank."""
-        return f"{self.format_rank(self.rank)}: {call} on group {self.name} failed: {reason}"
+    def _make_error(self, call: str, failure: Failure, reason: str) -> BackendError:
+        """Return the exception of a call of this rank, which a failure of the group has ended."""
+        who = self.format_rank(self.rank)
+        message = f"{who}: {call} on group {self.name} failed: {reason}"
+        return failure.make_error(message, call)
 
     def _explain_connection(self, peer: int | None, error: str) -> str:
         other = "another rank" if peer is None else self.describe(peer)
-        if "closed by peer" in error or "reset by peer" in error or "pair closure" in error:
+        if any(entry.is_in(error) for entry in CONNECTION_ENDS):
             return (
                 f"{other} closed its connection (its process has ended or has left the group, see "
                 "its output)"
@@ -234,7 +240,8 @@ class HostGroup:
     def close(self) -> None:
         """Leave the group; calls that are still running fail."""
         _open.discard(self)
-        self.failure = self.failure or f"{self.describe(self.rank)} has left the group"
+        if self.failure is None:
+            self.failure = Failure(f"{self.describe(self.rank)} has left the group")
         close_connections(self.gloo)
         self.local.shutdown()
 
@@ -251,13 +258,14 @@ class FailureCause:
         self._is_written = False
         self._asking = threading.Thread()
 
-    def agree(self, reason: str) -> str:
-        """Return the cause that another rank has written, or else write this reason."""
-        causes = [reason]
+    def agree(self, failure: Failure) -> Failure:
+        """Return the cause that another rank has written, or else write this one."""
+        causes = [failure]
 
         def ask() -> None:
             with suppress(RuntimeError):
-                causes.append(self._store.compare_set(CAUSE, "", reason).decode() or reason)
+                agreed = self._store.compare_set(CAUSE, "", failure.encode())
+                causes.append(Failure.decode(agreed))
 
         self._start(ask).join(ANSWER_TIMEOUT)
         return causes[-1]

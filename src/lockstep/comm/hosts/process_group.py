@@ -22,9 +22,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lockstep.comm.activity import ALL_OTHERS
+from lockstep.comm.backend_errors import Failure
+from lockstep.comm.hosts.connections import ProcessGroupGloo, connect
 from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.native_module import ArgumentError, load_native, refusal
+from lockstep.foreign_messages import is_gloo_timeout, is_of_gloo_connection, says_lost_peer
 
 __all__ = ["HostProcessGroup", "create_across_hosts"]
 
@@ -38,10 +42,6 @@ COLLECTIVES = (
     "reduce", "scatter",
 )  # fmt: skip
 """Names in messages of torch's methods, such as `allgather` and `_allgather_base`."""
-
-FAILURES = ("gloo/transport", "timed out")
-"""In Gloo's messages about connections and timeouts; the others are about arguments of a call."""
-
 
 # torch's types leave out constructors and overloads that its process groups in Python need.
 ProcessGroup: Any = dist.ProcessGroup
@@ -66,9 +66,10 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
         # The name and the description are in torch's C++ backends, of which this group has none.
         self._name = self._description = ""
         self._calls = 0
-        cpu, kind = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+        kind = dist.ProcessGroup.BackendType.GLOO
         self._gloo = ProcessGroup(store, group.rank, group.map.size)
-        self._gloo._register_backend(cpu, kind, group.gloo)
+        for device in self._device_types:
+            self._gloo._register_backend(device, kind, group.gloo)
         self._gloo._set_default_backend(kind)
 
     def name(self) -> str:
@@ -97,7 +98,7 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu"), torch.device("cuda")]  # those of Gloo
 
     def _get_backend(self, device: torch.device) -> HostProcessGroup:
         return self
@@ -128,7 +129,7 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
         """End the group for all its ranks."""
         group = self.host_group
         group.check_process()
-        group.fail(f"{group.describe(self._rank)} aborted the group")
+        group.fail(Failure(f"{group.describe(self._rank)} aborted the group"))
 
     def _call(
         self, method: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -182,7 +183,7 @@ for _method in dir(dist.ProcessGroup):
 
 def is_failure(error: RuntimeError) -> bool:
     """Return whether an error of Gloo ends the group."""
-    return any(words in str(error) for words in FAILURES)
+    return is_of_gloo_connection(str(error)) or is_gloo_timeout(str(error))
 
 
 class HostWork(dist.Work):
@@ -235,7 +236,9 @@ class HostWork(dist.Work):
         group, native = self._group, load_native()
         seconds = timeout.total_seconds() or self._seconds
         deadline = time.monotonic() + seconds + self._patience
-        native.begin_wait(f"{self._call} on group {group.name}, waiting for {self._awaited}")
+        awaited = ALL_OTHERS if self._peer is None else group.global_rank(self._peer)
+        what = f"{self._call} on group {group.name}, waiting for {self._awaited}"
+        native.begin_wait(what, awaited)
         try:
             while (failure := self._wait_until(deadline)) is not None:
                 is_final = self._poll == inf or self._work.is_completed()
@@ -309,7 +312,7 @@ def create_across_hosts(
         global_ranks: The ranks in the world; empty for 0, 1, ...
 
     Raises:
-        RuntimeError: The ranks could not be connected, or not all have the native backend.
+        BackendError: The ranks could not be connected.
     """
     on_hosts = HostMap.of([identity for identity, _ in hosts])
     ranks = list(global_ranks) or list(range(len(hosts)))
@@ -325,7 +328,8 @@ def create_across_hosts(
         ranks=[ranks[member] for member in local_ranks],
     )
     try:
-        gloo = _connect(PrefixStore("lockstep/gloo/", store), rank, len(hosts), timeout)
+        gloo_store = PrefixStore("lockstep/gloo/", store)
+        gloo = connect(gloo_store, rank, len(hosts), timeout + GLOO_MARGIN, _find_devices())
     except RuntimeError as error:
         names = [host for _, host in hosts]
         others = ", ".join(sorted({*names} - {names[rank]}))
@@ -335,8 +339,10 @@ def create_across_hosts(
             f"{others} for group {shown} ({said}): check the network and the "
             "firewalls between the hosts"
         )
-        local._abort_because(reason)
-        raise RuntimeError(reason) from None
+        # A rank that cannot be reached any longer, or could never be reached?
+        failure = Failure(reason, "closed" if says_lost_peer(error) else None)
+        local._abort_because(*failure.to_native())
+        raise failure.make_error(reason, "init_process_group") from None
     host_names = [hosts[members[0]][1] for members in on_hosts.hosts]
     group_store = PrefixStore("lockstep/", store)
     group = HostGroup(
@@ -345,14 +351,7 @@ def create_across_hosts(
     return HostProcessGroup(group, group_store)
 
 
-def _connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Connect this rank to all others; return the `ProcessGroupGloo`."""
-    # torch's types leave these options out, which its own `new_group` uses.
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout + GLOO_MARGIN
-    # Not lazily: a lazy connection that is closed makes the next message wait for 100 s.
+def _find_devices() -> list[Any]:
+    """Return Gloo's devices of the network interfaces that are set; none if none is."""
     names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names
-    ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names]

@@ -26,8 +26,11 @@ void run_in_group(Group& group, const std::function<void()>& call) {
     call();
   } catch (const CallError&) {
     throw;  // all ranks throw, and the group stays usable
+  } catch (const CommError& error) {
+    group.abort(error.failure);
+    throw;
   } catch (const std::exception& error) {
-    group.abort(error.what());
+    group.abort({error.what()});
     throw;
   }
 }
@@ -65,8 +68,9 @@ static GroupInfo make_group_info(const std::string& name, std::vector<int> ranks
 LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                  std::chrono::milliseconds timeout, std::string name,
                                  std::vector<int> ranks, LocateThread locate,
-                                 PollSignals poll_signals)
-    : CollectiveBackend(rank, size, timeout, name, ranks), core_(std::make_shared<Core>()) {
+                                 PollSignals poll_signals, ConnectGloo connect_gloo)
+    : FallbackBackend(rank, size, timeout, name, ranks), core_(std::make_shared<Core>()) {
+  gloo_ = std::make_shared<GlooFallback>(store, connect_gloo);
   core_->caller = static_cast<unsigned long>(pthread_self());
   try {
     core_->group =
@@ -83,6 +87,7 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
 
 LockstepBackend::~LockstepBackend() {
   if (shut_down_unless_forked()) return;
+  leak(gloo_);
   leak(p2p_);
   leak(core_);
 }
@@ -95,19 +100,20 @@ void LockstepBackend::shutdown() {
   core_->group->leave();
   queue_.reset();
   p2p_.reset();
+  gloo_.reset();
   runner_.reset();
   core_.reset();
 }
 
 void LockstepBackend::abort() {
   if (!core_) return;
-  abort_because(core_->group->format_rank(rank_) + " aborted the group");
+  abort_because({core_->group->format_rank(rank_) + " aborted the group"});
 }
 
-void LockstepBackend::abort_because(const std::string& reason) {
+void LockstepBackend::abort_because(const Failure& failure) {
   if (!core_) return;
   check_process();
-  core_->group->abort(reason);
+  core_->group->abort(failure);
 }
 
 c10d::ErrorType LockstepBackend::getError() {
@@ -151,7 +157,8 @@ void LockstepBackend::check_permitted(Op op) {
 //     others      wait for address/round; attach; set their membership in the segment
 //     all ranks   wait until all ranks are members
 //
-// A rank that cannot attach sets refused/round, so that nobody waits for it.
+// A rank that cannot attach sets refused/round, so that nobody waits for it; and before it
+// lost/round, if the reason is the end of rank 0.
 
 static std::string serialize(const SegmentHandle& handle) {
   std::ostringstream text;
@@ -172,33 +179,71 @@ static std::string to_string(const std::vector<uint8_t>& bytes) {
   return std::string(bytes.begin(), bytes.end());
 }
 
-static std::unique_ptr<Group> attach(c10d::Store& store, const std::string& key,
-                                     const std::string& refused, int rank, int size,
+// The keys of one group that ranks join.
+struct JoinKeys {
+  explicit JoinKeys(int64_t round)
+      : address("lockstep/address/" + std::to_string(round)),
+        refused("lockstep/refused/" + std::to_string(round)),
+        lost("lockstep/lost/" + std::to_string(round)) {}
+  // Lets all ranks that join fail, too.
+  void refuse(c10d::Store& store, const Failure& failure) const {
+    if (failure.loss != Loss::none)
+      store.set(lost, std::to_string(static_cast<int>(failure.loss)) + ' ' +
+                          std::to_string(failure.rank));
+    store.set(refused, failure.text());
+  }
+  // Returns why a rank has refused to join.
+  Failure read_refusal(c10d::Store& store) const {
+    Failure failure(to_string(store.get(refused)));
+    if (!store.check({lost})) return failure;
+    std::istringstream stream(to_string(store.get(lost)));
+    int loss = 0;
+    int rank = -1;
+    if (stream >> loss >> rank && loss > 0 && loss <= static_cast<int>(Loss::closed)) {
+      failure.loss = static_cast<Loss>(loss);
+      failure.rank = rank;
+    }
+    return failure;
+  }
+
+  const std::string address, refused, lost;
+};
+
+static std::unique_ptr<Group> attach(c10d::Store& store, const JoinKeys& keys, int rank, int size,
                                      std::chrono::milliseconds timeout, const GroupInfo& info) {
-  const auto format_rank = [&info](int rank) {
-    return "rank " + std::to_string(info.global_ranks.empty() ? rank : info.global_ranks[rank]);
+  const auto global_rank = [&info](int rank) {
+    return info.global_ranks.empty() ? rank : info.global_ranks[rank];
   };
-  const std::string self = format_rank(rank), creator = format_rank(0);
+  const std::string self = "rank " + std::to_string(global_rank(rank));
+  const std::string creator = "rank " + std::to_string(global_rank(0));
   try {
-    store.wait({key}, timeout);
+    store.wait({keys.address}, timeout);
   } catch (const std::exception&) {
     throw CommError(self + " timed out after " + format_seconds(timeout) + ", waiting for " +
                     creator + " to create group " + info.name);
   }
-  const std::string text = to_string(store.get(key));
-  if (text.empty())
-    throw CommError(creator + " could not create group " + info.name + ": " +
-                    to_string(store.get(refused)));
+  const std::string text = to_string(store.get(keys.address));
+  if (text.empty()) {
+    Failure failure = keys.read_refusal(store);
+    failure.reason = creator + " could not create group " + info.name + ": " + failure.reason;
+    throw CommError(failure.text(), failure);
+  }
   const SegmentHandle handle = deserialize(text);
+  Failure failure;
   try {
     return Group::attach(rank, size, handle, info);
+  } catch (const UnopenedError& error) {
+    failure = {error.what(), Loss::unopened, global_rank(0)};
+    failure.hint = ": " + creator +
+                   " has ended, or it is on another host or in another container, across which the "
+                   "backend gloo connects ranks";
   } catch (const CommError& error) {
-    const std::string text =
-        self + " could not join " + creator + " in group " + info.name + " (" + error.what() +
-        "): the backend lockstep connects ranks on one host; use the backend gloo across hosts";
-    store.set(refused, text);
-    throw CommError(text);
+    failure = {error.what()};
   }
+  failure.reason =
+      self + " could not join " + creator + " in group " + info.name + " (" + failure.reason + ")";
+  keys.refuse(store, failure);
+  throw CommError(failure.text(), failure);
 }
 
 std::unique_ptr<Group> LockstepBackend::join(c10d::Store& store, int rank, int size,
@@ -206,41 +251,38 @@ std::unique_ptr<Group> LockstepBackend::join(c10d::Store& store, int rank, int s
                                              const GroupInfo& info) {
   if (size == 1) return Group::create(1, info);
   const auto begun = Clock::now();
-  const std::string round = std::to_string((store.add("lockstep/members", 1) - 1) / size);
-  const std::string key = "lockstep/address/" + round, refused = "lockstep/refused/" + round;
+  const JoinKeys keys((store.add("lockstep/members", 1) - 1) / size);
   std::unique_ptr<Group> group;
   if (rank == 0) {
     try {
       group = Group::create(size, info);
     } catch (const std::exception& error) {
-      store.set(refused, error.what());
-      store.set(key, "");
+      keys.refuse(store, {error.what()});
+      store.set(keys.address, "");
       throw;
     }
-    store.set(key, serialize(group->segment()->handle()));
+    store.set(keys.address, serialize(group->segment()->handle()));
   } else {
-    group = attach(store, key, refused, rank, size, timeout, info);
+    group = attach(store, keys, rank, size, timeout, info);
   }
   auto next_check = begun + std::chrono::milliseconds(100);
   for (auto missing = group->missing_ranks(); !missing.empty(); missing = group->missing_ranks()) {
-    if (group->is_aborted()) throw CommError(group->abort_reason());
     group->poll_signals();
     const auto now = Clock::now();
-    if (now > next_check && store.check({refused})) {
-      const std::string text = to_string(store.get(refused));
-      group->abort(text);
-      throw CommError(text);
+    if (now > next_check) {
+      next_check = now + std::chrono::milliseconds(100);
+      if (store.check({keys.refused})) group->abort(keys.read_refusal(store));
+      group->abort_if_rank_died();  // one that has joined; its absence from calls would show later
     }
-    if (now > next_check) next_check = now + std::chrono::milliseconds(100);
     if (now - begun > timeout)
-      throw CommError(group->abort("group " + info.name + ": " + group->format_ranks(missing) +
-                                   " did not join within " + format_seconds(timeout) +
-                                   " (timed out)"));
+      group->abort({"group " + info.name + ": " + group->format_ranks(missing) +
+                    " did not join within " + format_seconds(timeout) + " (timed out)"});
+    if (group->is_aborted()) throw CommError(group->failure().text(), group->failure());
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   if (rank == 0) {
     group->segment()->close_descriptor();
-    store.deleteKey(key);
+    store.deleteKey(keys.address);
   }
   return group;
 }

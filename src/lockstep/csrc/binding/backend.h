@@ -1,7 +1,7 @@
 // The c10d backend "lockstep" of ranks on one host: translates torch's calls for the core.
 //
-// Its collective calls are those of CollectiveBackend, executed in shared memory; messages go
-// through PointToPoint.
+// Its collective calls are those of CollectiveBackend, executed in shared memory, or by Gloo if
+// their tensors are not carried there (FallbackBackend); messages go through PointToPoint.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "collective_backend.h"
 #include "collectives/all_gather_bytes.h"
 #include "collectives/reproducible_all_reduce.h"
+#include "fallback_backend.h"
 #include "point_to_point.h"
 
 namespace lockstep {
@@ -27,21 +27,21 @@ using PollSignals = void (*)();
 // permits them again.
 void set_refusal(const std::string& reason);
 
-class LockstepBackend : public CollectiveBackend {
+class LockstepBackend : public FallbackBackend {
  public:
   struct Core;  // shared with works in progress, which may outlive this object
 
   // Joins the group through the store. Blocks until all ranks have joined.
   LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                   std::chrono::milliseconds timeout, std::string name, std::vector<int> ranks,
-                  LocateThread locate, PollSignals poll_signals);
+                  LocateThread locate, PollSignals poll_signals, ConnectGloo connect_gloo);
   ~LockstepBackend() override;
 
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
-  // Aborts the group for all ranks, which then throw errors with this reason.
-  void abort_because(const std::string& reason);
+  // Aborts the group for all ranks, which then throw errors with this failure.
+  void abort_because(const Failure& failure);
 
   // Not in c10d: see collectives/reproducible_all_reduce.h. `present` receives one byte per member,
   // 1 if the member is new. `own` may hold the values of this rank's first node. `in_steps`: it is

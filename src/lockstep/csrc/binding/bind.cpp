@@ -23,7 +23,9 @@ namespace py = pybind11;
 
 namespace lockstep {
 
-static PyObject* locate_function = nullptr;  // set once, never freed: threads may use it late
+// Set once, never freed: threads may use them late.
+static PyObject* locate_function = nullptr;
+static PyObject* connect_function = nullptr;
 
 static bool is_finalizing() {
 #if PY_VERSION_HEX >= 0x030d0000
@@ -61,12 +63,29 @@ static void poll_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+// Lets Python connect the ranks of a group over Gloo, whose headers torch does not install.
+static c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      int rank, int size,
+                                                      std::chrono::milliseconds timeout) {
+  if (!connect_function || !Py_IsInitialized() || is_finalizing())
+    throw CommError("Python is exiting");
+  const py::gil_scoped_acquire lock;
+  try {
+    const py::object gloo = py::handle(connect_function)(store, rank, size, timeout);
+    return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(gloo.cast<c10d::Backend*>());
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;  // a signal handler
+    throw CommError(error.what());
+  }
+}
+
 static c10::intrusive_ptr<LockstepBackend> create(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank, int size,
                                                   std::chrono::milliseconds timeout,
                                                   std::string name, std::vector<int> ranks) {
   return c10::make_intrusive<LockstepBackend>(store, rank, size, timeout, std::move(name),
-                                              std::move(ranks), &locate_thread, &poll_signals);
+                                              std::move(ranks), &locate_thread, &poll_signals,
+                                              &connect_gloo);
 }
 
 static at::Tensor empty(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
@@ -171,6 +190,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace lockstep;
   module.doc() = "The backend lockstep: collectives over shared memory.";
   py::module_::import("torch.distributed");
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const TorchError& known) {
+      known.raise_in_python();
+    }
+  });
   py::class_<Bucket>(module, "Bucket")
       .def(py::init(&make_bucket), py::arg("dtype"), py::arg("length"), py::arg("members"),
            py::arg("holders"), py::arg("leaves"), py::arg("cuts") = std::vector<size_t>(),
@@ -184,9 +210,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("all_gather_bytes", &gather_bytes, py::arg("message"))
       .def_property_readonly("longest_message", &LockstepBackend::longest_message)
       .def("advance", &LockstepBackend::advance, py::call_guard<py::gil_scoped_release>())
+      // In place of torch's method, which calls `allocateTensor`: FSDP2 expects the dtype it names.
+      .def(
+          "allocate_tensor",
+          [](LockstepBackend&, int64_t size, at::ScalarType dtype, const at::Device&) {
+            return LockstepBackend::allocate(size, dtype);
+          },
+          py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"),
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)
-      .def("_abort_because", &LockstepBackend::abort_because, py::arg("reason"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "_abort_because",
+          [](LockstepBackend& backend, const std::string& reason, const std::string& observed,
+             int rank) { backend.abort_because({reason, loss_of(observed), rank}); },
+          py::arg("reason"), py::arg("observed") = "", py::arg("rank") = -1,
+          py::call_guard<py::gil_scoped_release>())
       // As ProcessGroupGloo has it; applies to the calls that follow.
       .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
@@ -215,7 +253,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     publish_call(op.c_str(), peer, number, count, group, Clock::now());
   });
   module.def("publish_microbatch", &publish_microbatch, py::arg("step"), py::arg("microbatch"));
-  module.def("begin_wait", [](const std::string& what) { begin_wait(what, Clock::now()); });
+  module.def(
+      "begin_wait",
+      [](const std::string& what, int awaited) { begin_wait(what, Clock::now(), awaited); },
+      py::arg("what"), py::arg("awaited") = kNotSaid);
   module.def("end_wait", [] { end_wait(); });
   module.def("load", &load_word, py::arg("tensor"), py::arg("index"));
   module.def("store", &store_word, py::arg("tensor"), py::arg("index"), py::arg("value"));
@@ -235,8 +276,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("use_portable_kernels", &use_portable_kernels, py::arg("enabled"),
              py::arg("kernels") = "");
   module.def("set_activity_page", &set_activity_page, py::arg("address"));
-  module.def("set_argument_error",
-             [](py::object type) { set_argument_error(type.release().ptr()); });
+  module.def(
+      "set_error_types",
+      [](py::object argument, py::object backend, py::object lost) {
+        set_error_types(argument.release().ptr(), backend.release().ptr(), lost.release().ptr());
+      },
+      py::arg("argument"), py::arg("backend"), py::arg("lost"));
   module.def("set_refusal", &set_refusal, py::arg("reason"));
   module.def("set_where", [](py::object function) { locate_function = function.release().ptr(); });
+  module.def("set_connect_gloo",
+             [](py::object function) { connect_function = function.release().ptr(); });
 }

@@ -49,17 +49,16 @@ void CollectiveBackend::check_process() const {
   if (owner_pid_ == current_pid()) return;
   const auto& ranks = options_->global_ranks_in_group;
   const auto rank = static_cast<uint64_t>(rank_);
-  C10_THROW_ERROR(
-      DistBackendError,
-      "rank " + std::to_string(ranks.empty() ? rank : ranks[rank]) + ": process " +
-          std::to_string(current_pid()) + " is a fork of process " + std::to_string(owner_pid_) +
-          ", which joined group " + name_ +
-          ", and cannot use the group: make this call in process " + std::to_string(owner_pid_) +
-          ", or start the new process by spawning it and let it join a group of its own");
+  const std::string owner = "process " + std::to_string(owner_pid_);
+  throw TorchError(
+      CommError("rank " + std::to_string(ranks.empty() ? rank : ranks[rank]) + ": process " +
+                std::to_string(current_pid()) + " is a fork of " + owner + ", which joined group " +
+                name_ + ", and cannot use the group: make this call in " + owner +
+                ", or start the new process by spawning it and let it join a group of its own"));
 }
 
 void CollectiveBackend::check_usable() {
-  if (!queue_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
+  if (!queue_) throw TorchError(CommError("the group was destroyed"));
   check_process();
   note_caller(static_cast<unsigned long>(pthread_self()));
   // torch sets the name that the user gave only after the group was created.
@@ -70,12 +69,20 @@ void CollectiveBackend::check_usable() {
   }
 }
 
-at::Tensor CollectiveBackend::allocateTensor(long size, at::TensorOptions options) {
+at::Tensor CollectiveBackend::allocate(int64_t size, at::ScalarType dtype) {
   try {
-    return shared_empty({size}, c10::typeMetaToScalarType(options.dtype()));
+    return shared_empty({size}, dtype);
   } catch (...) {
     std::rethrow_exception(to_torch_error());
   }
+}
+
+at::Tensor CollectiveBackend::allocateTensor(long size, at::TensorOptions options) {
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
+  // torch's reducer (2.11 to 2.13) makes views of real numbers of a complex bucket. It converts a
+  // bucket that it has allocated by itself, but not one from here.
+  if (c10::isComplexType(dtype)) return allocate(2 * size, c10::toRealValueType(dtype));
+  return allocate(size, dtype);
 }
 
 // ---- starting calls ----
@@ -163,6 +170,14 @@ static void set_reduction(CallInfo& info, const char* op, const at::Tensor& tens
                                                 : factor->double_factor;
 }
 
+// Returns what is reduced of a plain tensor: the real numbers of complex ones of 16 bits each, for
+// which there are no kernels.
+static at::Tensor numbers_of(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  const bool is_by_part = op.op_ == c10d::ReduceOp::SUM || op.op_ == c10d::ReduceOp::AVG ||
+                          op.op_ == c10d::ReduceOp::PREMUL_SUM;
+  return tensor.scalar_type() == at::kComplexHalf && is_by_part ? at::view_as_real(tensor) : tensor;
+}
+
 static std::vector<Block> empty_blocks(int n) { return std::vector<Block>(static_cast<size_t>(n)); }
 
 static void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
@@ -184,9 +199,10 @@ CollectiveBackend::PreparedCall CollectiveBackend::prepare_exchange(CallInfo inf
 
 // ---- all-reduce, reduce, barrier ----
 
-CollectiveBackend::PreparedCall CollectiveBackend::prepare_all_reduce(const at::Tensor& tensor,
+CollectiveBackend::PreparedCall CollectiveBackend::prepare_all_reduce(const at::Tensor& given,
                                                                       const c10d::ReduceOp& op,
                                                                       int root) {
+  const at::Tensor tensor = numbers_of(given, op);
   CallInfo info = make_call_info(root < 0 ? Op::all_reduce : Op::reduce, tensor, root);
   set_reduction(info, op_name(info.op), tensor, op);
   const DataType type = data_type_of(tensor.scalar_type());
@@ -212,7 +228,8 @@ WorkPtr CollectiveBackend::allreduce_list(Tensors& tensors, const c10d::Allreduc
   const char* op = "all_reduce";
   OutputList written(op);
   Tensors plain;
-  for (const at::Tensor& tensor : tensors) plain.push_back(written.add(tensor, true));
+  for (const at::Tensor& tensor : tensors)
+    plain.push_back(numbers_of(written.add(tensor, true), opts.reduceOp));
   PreparedCall call = prepare_all_reduce(plain[0], opts.reduceOp, -1);
   ReductionSpec spec{data_type_of(plain[0].scalar_type()),
                      static_cast<Reduction>(call.info.reduction)};
@@ -483,15 +500,17 @@ WorkPtr CollectiveBackend::allgather_into_tensor_coalesced(Tensors& outputs, Ten
 // ---- reduce-scatter ----
 
 CollectiveBackend::PreparedCall CollectiveBackend::prepare_reduce_scatter(
-    const char* op, Tensors inputs, const at::Tensor& output, const c10d::ReduceOp& reduce_op,
+    const char* op, Tensors inputs, const at::Tensor& given, const c10d::ReduceOp& reduce_op,
     bool uneven) {
+  const at::Tensor output = numbers_of(given, reduce_op);
   CallInfo info = make_call_info(Op::reduce_scatter, output);
   info.uneven = uneven;
   set_reduction(info, op, output, reduce_op);
-  CHECK_ARGUMENT(inputs[rank_].numel() == output.numel(), op, ": the output has ", output.numel(),
+  CHECK_ARGUMENT(inputs[rank_].numel() == given.numel(), op, ": the output has ", given.numel(),
                  " elements, but the input for this rank has ", inputs[rank_].numel());
   for (at::Tensor& input : inputs) {
-    check_dtypes(op, input, output);
+    check_dtypes(op, input, given);
+    input = numbers_of(input, reduce_op);
     const bool is_in_place = &input == &inputs[rank_] && input.data_ptr() == output.data_ptr();
     if (!is_in_place && do_overlap(input, output)) input = input.clone();
   }

@@ -48,8 +48,12 @@ class CollectiveBackend : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return calls_; }
 
-  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  // The index of the CPU is negative.
+  bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }
+  // Returns a bucket of torch's DistributedDataParallel, which is real if `options` are complex.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  // Returns an uninitialized tensor in shared memory, for callers in Python.
+  static at::Tensor allocate(int64_t size, at::ScalarType dtype);
 
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
@@ -130,11 +134,11 @@ class CollectiveBackend : public c10d::Backend {
   void add_to_coalesced(const WorkPtr& work);
   void check_root(const char* op, int root) const;
   WorkPtr allreduce_list(Tensors& tensors, const c10d::AllreduceOptions& opts);
-  PreparedCall prepare_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op, int root);
+  PreparedCall prepare_all_reduce(const at::Tensor& given, const c10d::ReduceOp& op, int root);
   PreparedCall prepare_exchange(CallInfo info, ExchangeBlocks blocks);
   PreparedCall prepare_all_gather(const OutputList& outputs, const at::Tensor& input,
                                   std::vector<Block> receive);
-  PreparedCall prepare_reduce_scatter(const char* op, Tensors inputs, const at::Tensor& output,
+  PreparedCall prepare_reduce_scatter(const char* op, Tensors inputs, const at::Tensor& given,
                                       const c10d::ReduceOp& reduction, bool uneven);
 
   bool is_coalescing_ = false;

@@ -242,6 +242,19 @@ static void compute_input_gradient(const ConvolutionShape& shape, const T* gradi
   });
 }
 
+// Whether torch returns results with the channels last.
+static bool has_channels_last(const Tensor& input, const Tensor& weight) {
+  return input.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
+         weight.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+}
+
+// Copies a tensor, also one with dimensions of size 1, whose strides fit both formats.
+static Tensor with_channels_last(const Tensor& plain) {
+  const auto options = plain.options().memory_format(at::MemoryFormat::ChannelsLast);
+  const Tensor copied = at::detail::empty_cpu(plain.sizes(), options);
+  return copied.copy_(plain);
+}
+
 static Tensor convolution(const Tensor& input, const Tensor& weight,
                           const std::optional<Tensor>& bias, IntArrayRef stride,
                           IntArrayRef padding, IntArrayRef dilation, bool transposed,
@@ -260,9 +273,7 @@ static Tensor convolution(const Tensor& input, const Tensor& weight,
              plain_weight.const_data_ptr<scalar_t>(), result.mutable_data_ptr<scalar_t>());
   });
   if (has_bias) result.add_(bias->view({1, -1, 1, 1}));
-  const bool is_channels_last = input.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
-                                weight.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
-  return is_channels_last ? result.contiguous(at::MemoryFormat::ChannelsLast) : result;
+  return has_channels_last(input, weight) ? with_channels_last(result) : result;
 }
 
 static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
@@ -292,6 +303,12 @@ static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     }
   });
   if (output_mask[2]) of_bias = outputs.sum({0, 2, 3});
+  if (has_channels_last(input, weight)) {
+    if (output_mask[0]) of_input = with_channels_last(of_input);
+    // In float64 torch unfolds the images, and reshapes the product of a pointwise kernel.
+    const bool is_reshaped = input.scalar_type() == at::kDouble && shape->taps() == 1;
+    if (output_mask[1] && !is_reshaped) of_weight = with_channels_last(of_weight);
+  }
   return {of_input, of_weight, of_bias};
 }
 

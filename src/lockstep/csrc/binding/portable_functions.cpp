@@ -5,7 +5,6 @@
 // computes these instructions exactly, so functions that use them have other bits there.
 #include <ATen/CPUFunctions.h>
 #include <ATen/TensorIterator.h>
-#include <ATen/native/Resize.h>
 #include <ATen/ops/atan2.h>
 #include <ATen/ops/cos.h>
 #include <ATen/ops/ones_like.h>
@@ -75,7 +74,15 @@ static bool is_covered(const Tensor& self) {
 static Tensor prepare(const Tensor& self) {
   const bool is_integral = at::isIntegralType(self.scalar_type(), true);
   const Tensor floats = is_integral ? self.to(at::get_default_dtype_as_scalartype()) : self;
-  return floats.is_non_overlapping_and_dense() ? floats : floats.contiguous();
+  if (floats.is_non_overlapping_and_dense()) return floats;
+  return floats.clone(at::MemoryFormat::Preserve);  // dense, in the same order of dimensions
+}
+
+// Writes a result as torch does, which resizes `out`, converts to its type, or refuses it.
+static Tensor& write(const Tensor& result, const Tensor& self, Tensor& out) {
+  at::TensorIterator iterator = at::TensorIterator::unary_float_op(out, self);
+  iterator.cast_outputs();  // resizes an output of another type, too
+  return out.copy_(result);
 }
 
 #define DEFINE(NAME)                                                                              \
@@ -84,10 +91,9 @@ static Tensor prepare(const Tensor& self) {
     return is_covered(prepared) ? compute_##NAME(prepared) : at::cpu::NAME(self);                 \
   }                                                                                               \
   static Tensor& NAME##_out(const Tensor& self, Tensor& out) {                                    \
-    if (!is_covered(self) || out.scalar_type() != self.scalar_type())                             \
-      return at::cpu::NAME##_outf(self, out);                                                     \
-    at::native::resize_output(out, self.sizes());                                                 \
-    return out.copy_(compute_##NAME(prepare(self)));                                              \
+    const Tensor prepared = prepare(self);                                                        \
+    if (!is_covered(prepared)) return at::cpu::NAME##_outf(self, out);                            \
+    return write(compute_##NAME(prepared), self, out);                                            \
   }                                                                                               \
   static Tensor& NAME##_in_place(Tensor& self) {                                                  \
     return is_covered(self) ? self.copy_(compute_##NAME(prepare(self))) : at::cpu::NAME##_(self); \
@@ -100,7 +106,8 @@ DEFINE(atan)
 DEFINE(tan)
 
 static bool is_root(const Tensor& self, const Scalar& exponent) {
-  return is_covered(self) && !exponent.isComplex() && exponent.toDouble() == 0.5;
+  if (exponent.isComplex() || exponent.toDouble() != 0.5) return false;
+  return is_covered(self) || at::isIntegralType(self.scalar_type(), false);
 }
 
 static Tensor pow(const Tensor& self, const Scalar& exponent) {

@@ -41,8 +41,10 @@ struct IgnoreWarnings : c10::WarningHandler {
 
 void use_portable_kernels(bool enabled, const std::string& kernels) {
   static torch::Library* library = nullptr;  // never freed: threads may compute until the end
+  static torch::Library* composite = nullptr;
   delete library;
-  library = nullptr;
+  delete composite;
+  library = composite = nullptr;
   if (!enabled) return;
   chosen_gemm = kernels.empty() ? &gemm() : find_gemm(kernels.c_str());
   CHECK_ARGUMENT(chosen_gemm, "there are no kernels ", kernels, " for this processor");
@@ -53,6 +55,9 @@ void use_portable_kernels(bool enabled, const std::string& kernels) {
   register_products(*library);
   register_convolutions(*library);
   register_functions(*library);
+  composite = new torch::Library(torch::Library::IMPL, "aten",
+                                 c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
+  register_recurrent(*composite);
 }
 
 }  // namespace lockstep

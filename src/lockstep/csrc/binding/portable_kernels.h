@@ -3,7 +3,7 @@
 //
 // torch's call MKL or oneDNN, whose bits depend on the processor and on the number of threads.
 // Everything above a kernel stays: autograd, autocast, vmap, the composite operators (linear,
-// matmul, einsum, conv2d) that end in these.
+// matmul, einsum, conv2d) that end in these. An LSTM is composed of them, too, instead of oneDNN's.
 #pragma once
 
 #include <cstdint>
@@ -31,5 +31,6 @@ void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t
 void register_products(torch::Library& library);
 void register_convolutions(torch::Library& library);
 void register_functions(torch::Library& library);
+void register_recurrent(torch::Library& library);  // composite: above autograd
 
 }  // namespace lockstep

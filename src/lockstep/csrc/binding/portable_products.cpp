@@ -95,6 +95,13 @@ static bool is_broadcastable(const at::Tensor& tensor, at::IntArrayRef sizes) {
   return true;
 }
 
+// Whether torch does not read the operands of a product: BLAS skips one times zero, in which a NaN
+// would stay. torch's own loops do not, for bfloat16 and for small products of a batch.
+static bool is_skipped(double alpha, at::ScalarType type, int64_t rank, int64_t multiplications) {
+  constexpr int64_t kSmall = 400;
+  return alpha == 0 && type != at::kBFloat16 && (rank == 2 || multiplications >= kSmall);
+}
+
 // Computes beta * c + alpha * (a b) and returns true; returns false, and changes nothing, if torch
 // has to do it: for types and layouts that are not covered, products without a sum, and wrong
 // arguments, for which torch has the messages.
@@ -132,10 +139,18 @@ static bool try_multiply(const at::Tensor* c, const at::Tensor& a, const at::Ten
       result.defined() && !needs_copy ? result : at::detail::empty_cpu(sizes, a.options());
   const bool adds = c && beta.toDouble() != 0;
   written.mutable_data_ptr();  // a copy that shares memory until it is written gets its own
-  multiply({type, rank == 3 ? sizes[0] : 1, a.size(-2), is_vector ? 1 : b.size(-1), a.size(-1),
-            Operands(a, a.sizes(), false), Operands(b, b.sizes(), is_vector),
-            adds ? Operands(*c, sizes, is_vector) : Operands(), Operands(written, sizes, is_vector),
-            adds ? beta.toDouble() : 0, alpha.toDouble()});
+  const int64_t multiplications = a.size(-2) * a.size(-1) * (is_vector ? 1 : b.size(-1));
+  if (is_skipped(alpha.toDouble(), type, rank, multiplications)) {
+    if (adds)
+      written.copy_(c->expand(sizes)).mul_(beta);
+    else
+      written.zero_();
+  } else {
+    multiply({type, rank == 3 ? sizes[0] : 1, a.size(-2), is_vector ? 1 : b.size(-1), a.size(-1),
+              Operands(a, a.sizes(), false), Operands(b, b.sizes(), is_vector),
+              adds ? Operands(*c, sizes, is_vector) : Operands(),
+              Operands(written, sizes, is_vector), adds ? beta.toDouble() : 0, alpha.toDouble()});
+  }
   if (needs_copy)
     result.copy_(written);
   else if (!result.defined())

@@ -44,6 +44,7 @@ std::string dtype_name(int scalar_type) {
     case at::kLong: return "int64";
     case at::kByte: return "uint8";
     case at::kBool: return "bool";
+    case at::kComplexHalf: return "complex32";
     case at::kComplexFloat: return "complex64";
     case at::kComplexDouble: return "complex128";
     default: return c10::toString(static_cast<at::ScalarType>(scalar_type));

@@ -14,9 +14,8 @@ namespace lockstep {
 
 [[noreturn]] static void throw_unfinished(const std::string& what,
                                           std::chrono::milliseconds timeout) {
-  C10_THROW_ERROR(DistBackendError, what + " timed out: it was not finished after " +
-                                        format_seconds(timeout) +
-                                        "; it continues in the background");
+  throw TorchError(CommError(what + " timed out: it was not finished after " +
+                             format_seconds(timeout) + "; it continues in the background"));
 }
 
 // The name of an operation in torch's profilers; nullptr if none is recording.
@@ -51,12 +50,10 @@ FutureWork::FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs,
 
 void FutureWork::check_process() const {
   if (owner_pid_ == current_pid()) return;
-  C10_THROW_ERROR(DistBackendError, "process " + std::to_string(current_pid()) +
-                                        " is a fork of process " + std::to_string(owner_pid_) +
-                                        ", which made this " + c10d::opTypeToString(opType_) +
-                                        " call, and cannot wait for it: wait in "
-                                        "process " +
-                                        std::to_string(owner_pid_));
+  const std::string owner = "process " + std::to_string(owner_pid_);
+  throw TorchError(CommError("process " + std::to_string(current_pid()) + " is a fork of " + owner +
+                             ", which made this " + c10d::opTypeToString(opType_) +
+                             " call, and cannot wait for it: wait in " + owner));
 }
 
 bool FutureWork::isCompleted() {
@@ -120,13 +117,24 @@ bool FutureWork::is_future_completed() {
   return !future_ || future_->completed();
 }
 
+// Returns the accelerators of tensors, which a future has to know.
+static std::vector<c10::Device> find_devices(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& tensor : tensors) {
+    const c10::Device device = tensor.device();
+    if (!device.is_cpu() && std::find(devices.begin(), devices.end(), device) == devices.end())
+      devices.push_back(device);
+  }
+  return devices;
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> FutureWork::getFuture() {
   check_process();
   bool is_done;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (future_) return future_;
-    future_ = c10::make_intrusive<c10::ivalue::Future>(value().type());
+    future_ = c10::make_intrusive<c10::ivalue::Future>(value().type(), find_devices(outputs_));
     is_done = completed_;
   }
   if (is_done) run_callbacks();
@@ -244,7 +252,8 @@ void MessageWork::start(Op op, int peer, int64_t tag, std::chrono::milliseconds 
 bool MessageWork::complete_message() {
   std::exception_ptr error;
   try {
-    if (!message_->error.empty()) throw CommError(message_->error);
+    if (!message_->error.empty())
+      throw CommError(message_->error, message_->failure, p2p_->describe(*message_));
     if (output_) {
       at::NoGradGuard guard;
       output_->copy_back();

@@ -101,6 +101,7 @@ struct Wait {
   long thread;
   std::string what;
   Clock::time_point since;
+  int32_t awaited;
 };
 
 static std::mutex waits_mutex;
@@ -117,27 +118,28 @@ static long current_thread() {
 // Writes the wait of the main thread, or else the oldest one. Called under the lock.
 static void publish_waits() {
   const Wait* shown = nullptr;
-  std::string what;
+  const Wait* named = nullptr;  // an own wait may be for that of another thread
   bool is_main = false;
   for (const Wait& wait : waits) {
-    if (what.empty()) what = wait.what;
+    if (!named && !wait.what.empty()) named = &wait;
     if (!shown) shown = &wait;
     if (wait.thread != getpid()) continue;
     shown = &wait;
     is_main = true;
-    if (!wait.what.empty()) what = wait.what;
+    if (!wait.what.empty()) named = &wait;
   }
   auto& current = part_at<CurrentWait>(kCurrentWait);
   if (!begin_write(current.sequence)) return;  // the page was left so by a process that died
   current.in_main_thread = is_main;
   current.since_ns = shown ? nanoseconds(shown->since) : 0;
-  copy_name(current.text, what.c_str());
+  current.awaited = named ? named->awaited : kNotSaid;
+  copy_name(current.text, named ? named->what.c_str() : "");
   end_write(current.sequence);
 }
 
-void begin_wait(const std::string& what, Clock::time_point since) {
+void begin_wait(const std::string& what, Clock::time_point since, int32_t awaited) {
   std::lock_guard<std::mutex> lock(waits_mutex);
-  waits.push_back({current_thread(), what, since});
+  waits.push_back({current_thread(), what, since, awaited});
   publish_waits();
 }
 

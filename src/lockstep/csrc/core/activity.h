@@ -36,8 +36,11 @@ struct CurrentWait {
   std::atomic<uint32_t> sequence;
   uint32_t in_main_thread;  // 0: only background threads wait
   int64_t since_ns;         // 0: no thread waits
+  int32_t awaited;          // the global rank; or kAllOthers, kNotSaid
   char text[512];
 };
+
+constexpr int32_t kAllOthers = -1, kNotSaid = -2;
 
 // Publishes which micro-batch begins, in the first half of the page, as Python does: `step` is the
 // number of the step, or -1 - n in batch n of an evaluation.
@@ -51,8 +54,9 @@ void publish_call(const char* op, int peer, uint64_t number, uint64_t count,
                   const std::string& group, Clock::time_point begun);
 
 // Publishes that the calling thread waits, until `end_wait`. Calls may nest. An empty
-// `what` stands for what another thread of this process waits for.
-void begin_wait(const std::string& what, Clock::time_point since);
+// `what` stands for what another thread of this process waits for. `awaited` is for a launcher
+// that replaces ranks which go on waiting for a lost one.
+void begin_wait(const std::string& what, Clock::time_point since, int32_t awaited = kNotSaid);
 void end_wait();
 
 // The wait of a thread for another thread of this process, which waits for other ranks.

@@ -61,15 +61,16 @@ void CollectiveCall::wait_phase(uint32_t phase) {
 }
 
 void CollectiveCall::check() {
-  if (group_.is_aborted()) fail(group_.abort_reason());
+  if (group_.is_aborted()) fail(group_.failure());
   group_.poll_signals();
   group_.abort_if_rank_died();
-  if (group_.is_aborted()) fail(group_.abort_reason());
+  if (group_.is_aborted()) fail(group_.failure());
   for (int rank = 0; rank < size(); ++rank) {
     RankState& state = group_.rank_state(rank);
     if (check_health(state) == Health::left &&
         !reached(state.phase.value.load(std::memory_order_acquire), target_phase_))
-      fail(group_.abort(group_.format_rank(rank) + " has left the group"));
+      fail(group_.abort({group_.format_rank(rank) + " has left the group", Loss::left,
+                         group_.global_rank(rank)}));
   }
   if (Clock::now() - begun_ > timeout_) fail_if_late();
 }
@@ -109,9 +110,31 @@ std::string CollectiveCall::title() {
   return std::string(op_name(own_info().op)) + " #" + std::to_string(number_);
 }
 
-void CollectiveCall::fail(const std::string& reason) {
-  throw CommError(group_.format_rank(rank()) + ": " + title() + " on group " + group_.info_.name +
-                  " failed: " + reason);
+char* CollectiveCall::map(int rank, BufferHandle buffer, uint64_t bytes) {
+  try {
+    return group_.peer_mappings().map(buffer, bytes);
+  } catch (const UnopenedError& error) {
+    fail_unopened(rank, error);
+  }
+}
+
+void CollectiveCall::fail_unopened(int rank, const UnopenedError& error) {
+  group_.abort_if_rank_died();  // the better reason, if it applies
+  fail(group_.abort({group_.format_rank(rank) + " is gone: " + error.what(), Loss::unopened,
+                     group_.global_rank(rank)}));
+}
+
+std::string CollectiveCall::describe_failure(const std::string& reason) {
+  return group_.format_rank(rank()) + ": " + title() + " on group " + group_.info_.name +
+         " failed: " + reason;
+}
+
+void CollectiveCall::fail(const Failure& failure) {
+  throw CommError(describe_failure(failure.text()), failure, title());
+}
+
+void CollectiveCall::refuse(const std::string& reason) {
+  throw CallError(describe_failure(reason));
 }
 
 void CollectiveCall::throw_mismatch(const std::string& difference) {

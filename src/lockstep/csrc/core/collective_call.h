@@ -48,10 +48,18 @@ class CollectiveCall : public WaitObserver {
     advance();
     wait_phase(group_.phase_);
   }
+  // Maps a buffer that another rank has published. If it cannot be opened, the rank is lost.
+  char* map(int rank, BufferHandle buffer, uint64_t bytes);
+  // Fails because memory that another rank has published cannot be opened.
+  [[noreturn]] void fail_unopened(int rank, const UnopenedError& error);
   // Throws MismatchError on every rank. To be called by all of them, because they have
   // found the same difference in what they published. `difference` says what differs if the
   // calls do not show it.
   [[noreturn]] void throw_mismatch(const std::string& difference = "");
+  // Throws because the call cannot succeed on any rank; the group stays usable.
+  [[noreturn]] void refuse(const std::string& reason);
+  // Aborts the group, and throws the reason that all ranks state: this one, if it is the first.
+  [[noreturn]] void abort(const std::string& reason) { fail(group_.abort(reason)); }
 
   void check() override;
   // Another rank may need a message of this rank before it arrives.
@@ -64,7 +72,8 @@ class CollectiveCall : public WaitObserver {
   }
 
  private:
-  [[noreturn]] void fail(const std::string& reason);
+  [[noreturn]] void fail(const Failure& failure);
+  std::string describe_failure(const std::string& reason);
   void fail_if_late();
   std::string title();  // "barrier #3"
 

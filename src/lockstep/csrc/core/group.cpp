@@ -64,7 +64,8 @@ Group::Group(int rank, int size, std::shared_ptr<Segment> segment, GroupInfo inf
   if (!own.pid.compare_exchange_strong(first, getpid()))
     throw UsageError(abort(format_rank(rank) + " joined group " + info_.name +
                            " twice, as process " + std::to_string(first) + " and as process " +
-                           std::to_string(getpid()) + "; give each process its own RANK"));
+                           std::to_string(getpid()) + "; give each process its own RANK")
+                         .text());
   publish_core_mask();
   probe_ = random_nonce();
   own.probe = probe_;
@@ -110,25 +111,29 @@ std::vector<int> Group::missing_ranks() {
   return absent;
 }
 
-std::string Group::abort(const std::string& reason) {
+Failure Group::abort(const Failure& failure) {
   uint32_t not_aborted = 0;
   if (header_->aborted.compare_exchange_strong(not_aborted, 1)) {
-    copy_text(header_->text, reason);
+    header_->loss = failure.loss;
+    header_->lost = failure.rank;
+    copy_text(header_->text, failure.reason);
+    copy_text(header_->hint, failure.hint);
     header_->aborted.store(2, std::memory_order_release);
     for (int rank = 0; rank < size_; ++rank) {
       rank_state(rank).phase.wake();
       rank_state(rank).doorbell.wake();
     }
   }
-  return abort_reason();
+  return this->failure();
 }
 
-std::string Group::abort_reason() {
+Failure Group::failure() {
   const auto until = Clock::now() + std::chrono::seconds(3);
   while (header_->aborted.load(std::memory_order_acquire) == 1 && Clock::now() < until)
     yield_core();
-  return header_->aborted.load(std::memory_order_acquire) == 2 ? read_text(header_->text)
-                                                               : "another rank aborted the group";
+  if (header_->aborted.load(std::memory_order_acquire) != 2)
+    return {"another rank aborted the group"};
+  return {read_text(header_->text), header_->loss, header_->lost, read_text(header_->hint)};
 }
 
 void Group::poll_signals() {
@@ -144,8 +149,9 @@ void Group::poll_signals() {
 void Group::abort_if_rank_died() {
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_ || check_health(rank_state(rank)) != Health::dead) continue;
-    abort(format_rank(rank) + " died (process " + std::to_string(rank_state(rank).pid) +
-          " has ended)");
+    abort({format_rank(rank) + " died (process " + std::to_string(rank_state(rank).pid) +
+               " has ended)",
+           Loss::ended, global_rank(rank)});
     return;
   }
 }
@@ -200,7 +206,9 @@ std::string Group::describe(const CallInfo& info) const {
     return text + std::to_string(info.count) + " bytes)";
   if (info.op == Op::all_reduce || info.op == Op::reduce || info.op == Op::reduce_scatter)
     text += std::string(reduction_name(info.reduction)) + ", ";
+  if (info.kind == TensorKind::sparse) text += "sparse ";
   text += info_.dtype_name ? info_.dtype_name(info.dtype) : "dtype " + std::to_string(info.dtype);
+  if (info.kind == TensorKind::on_device) text += " on an accelerator";
   text += ", " + std::to_string(info.count) + " elements";
   if (info.root >= 0)
     text += (info.op == Op::broadcast || info.op == Op::scatter ? ", from " : ", to ") +

@@ -84,9 +84,9 @@ class Group {
 
   std::vector<int> missing_ranks();  // that have not attached yet
   bool is_aborted() { return header_->aborted.load(std::memory_order_acquire) != 0; }
-  // Aborts the group for all ranks. The first reason wins; returns the one that won.
-  std::string abort(const std::string& reason);
-  std::string abort_reason();
+  // Aborts the group for all ranks. The first failure wins; returns the one that won.
+  Failure abort(const Failure& failure);
+  Failure failure();  // why it was aborted
   // Lets Python handle signals, which a wait would otherwise delay. If a handler raises
   // (Ctrl-C), aborts the group and throws that.
   void poll_signals();

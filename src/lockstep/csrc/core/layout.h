@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "errors.h"
 #include "segment.h"
 #include "sync.h"
 
@@ -56,12 +57,17 @@ enum class Op : uint8_t {
   all_gather_bytes,
 };
 
+// What the tensors of a call are; those of other kinds than `dense` are not in memory that the core
+// reads.
+enum class TensorKind : uint8_t { dense, sparse, on_device };
+
 // What a rank publishes about its call; the other ranks compare it with their own.
 struct CallInfo {
   Op op = Op::none;
-  uint8_t dtype = 0;          // c10::ScalarType, only compared and printed
-  uint8_t reduction = 0;      // Reduction
-  uint8_t uneven = 0;         // 1: counts may differ; the tables in the slots are compared
+  uint8_t dtype = 0;      // c10::ScalarType, only compared and printed
+  uint8_t reduction = 0;  // Reduction
+  uint8_t uneven = 0;     // 1: counts may differ; the tables in the slots are compared
+  TensorKind kind = TensorKind::dense;
   Route route = Route::slot;  // to this rank's message
   int32_t root = -1;
   uint64_t count = 0;        // elements
@@ -72,8 +78,8 @@ struct CallInfo {
 
   bool matches(const CallInfo& other) const {
     return op == other.op && dtype == other.dtype && reduction == other.reduction &&
-           root == other.root && uneven == other.uneven && (uneven || count == other.count) &&
-           plan_digest == other.plan_digest;
+           kind == other.kind && root == other.root && uneven == other.uneven &&
+           (uneven || count == other.count) && plan_digest == other.plan_digest;
   }
 };
 
@@ -106,7 +112,10 @@ struct GroupHeader {
   uint64_t cell_bytes = 0;                               // payload of one cell
   uint64_t bounce_bytes = 0;                             // half of a channel's bounce buffer
   alignas(kCacheLine) std::atomic<uint32_t> aborted{0};  // 1: `text` is being written; 2: done
-  char text[kTextBytes] = {};                            // the reason
+  Loss loss = Loss::none;                                // of rank `lost`, if one is lost
+  int32_t lost = -1;
+  char text[kTextBytes] = {};  // the reason
+  char hint[kTextBytes] = {};
 };
 
 // Returns the bytes of the last-level cache; LOCKSTEP_CACHE_BYTES overrides them.

@@ -54,10 +54,16 @@ bool PeerMemory::may_read(int source) {
   return access == Access::allowed;
 }
 
+void PeerMemory::throw_unread(int source) {
+  const int reason = errno;
+  const std::string text =
+      "the memory of " + group_.format_rank(source) + " cannot be read: " + std::strerror(reason);
+  const Loss loss = reason == ESRCH ? Loss::unopened : Loss::none;
+  throw CommError(text, {text, loss, group_.global_rank(source)});
+}
+
 void PeerMemory::read(int source, uint64_t address, char* to, uint64_t bytes) {
-  if (!read_memory(group_.rank_state(source).pid, address, to, bytes))
-    throw CommError("the memory of " + group_.format_rank(source) +
-                    " cannot be read: " + std::strerror(errno));
+  if (!read_memory(group_.rank_state(source).pid, address, to, bytes)) throw_unread(source);
 }
 
 }  // namespace lockstep

@@ -24,6 +24,7 @@ class PeerMemory {
   void read(int source, uint64_t address, char* to, uint64_t bytes);
 
  private:
+  [[noreturn]] void throw_unread(int source);
   enum class Access : uint8_t { unknown, allowed, refused };
 
   Group& group_;

@@ -75,7 +75,7 @@ void PointToPoint::post(const MessagePtr& message) {
         progress_channels(finished);
       }
     });
-    if (group_.is_aborted()) finish(message, finished, group_.abort_reason());
+    if (group_.is_aborted()) finish(message, finished, group_.failure());
     if (stopping_) fail_all(group_.format_rank(rank_) + " has left the group", finished);
     if (!message->is_finished && (is_send || sleeping_collectives_ > 0)) start_thread();
   }
@@ -112,18 +112,26 @@ template <typename Step>
 void PointToPoint::abort_on_error(Messages& finished, Step step) {
   if (!group_.is_aborted()) try {
       step();
-    } catch (const std::exception& error) {
+    } catch (const CommError& error) {
+      Failure failure = error.failure;
+      failure.reason = group_.format_rank(rank_) + " cannot move its messages: " + error.what();
       group_.abort_if_rank_died();  // the better reason, if it applies
+      group_.abort(failure);
+    } catch (const std::exception& error) {
+      group_.abort_if_rank_died();
       group_.abort(group_.format_rank(rank_) + " cannot move its messages: " + error.what());
     }
-  if (group_.is_aborted()) fail_all(group_.abort_reason(), finished);
+  if (group_.is_aborted()) fail_all(group_.failure(), finished);
 }
 
-void PointToPoint::finish(const MessagePtr& message, Messages& finished, const std::string& error) {
+void PointToPoint::finish(const MessagePtr& message, Messages& finished, const Failure& failure) {
   if (message->is_finished) return;  // it was in two lists when moving threw
   finished.push_back(message);
   message->is_finished = true;
-  if (!error.empty()) message->error = describe_in_group(*message) + " failed: " + error;
+  if (!failure.reason.empty()) {
+    message->failure = failure;
+    message->error = describe_in_group(*message) + " failed: " + failure.text();
+  }
   if (message->is_in_background) std::erase(background_, message);
   --unfinished_;
 }
@@ -133,23 +141,23 @@ bool PointToPoint::cancel(const MessagePtr& receive) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (posted_receives_.remove(receive->peer, receive->tag, receive))
-      finish(receive, finished, "it was cancelled");
+      finish(receive, finished, {"it was cancelled"});
   }
   const bool is_cancelled = !finished.empty();
   complete(finished);
   return is_cancelled;
 }
 
-void PointToPoint::fail_all(const std::string& error, Messages& finished) {
-  for (const MessagePtr& message : posted_receives_.take_all()) finish(message, finished, error);
+void PointToPoint::fail_all(const Failure& failure, Messages& finished) {
+  for (const MessagePtr& message : posted_receives_.take_all()) finish(message, finished, failure);
   for (int rank = 0; rank < size_; ++rank) {
     const auto r = static_cast<size_t>(rank);
     for (const BounceReceive& receive : bounce_receives_[r])
-      finish(receive.message, finished, error);
-    for (const MessagePtr& message : pending_sends_[r]) finish(message, finished, error);
+      finish(receive.message, finished, failure);
+    for (const MessagePtr& message : pending_sends_[r]) finish(message, finished, failure);
     for (const MessagePtr& message : rendezvous_sends_[r]) {
       revoke_send(rank, *message);
-      finish(message, finished, error);
+      finish(message, finished, failure);
     }
     bounce_receives_[r].clear();
     pending_sends_[r].clear();
@@ -203,11 +211,15 @@ class PointToPoint::MessageWaitObserver : public WaitObserver {
     if (p2p_.have_peers_left(message_)) {
       // What they sent before they left may still be in the channel.
       p2p_.progress();
-      if (!message_.done)
-        group.abort((message_.peer < 0 ? "all other ranks have"
-                                       : group.format_rank(message_.peer) + " has") +
-                    std::string(" left the group") +
-                    (message_.op == Op::recv ? p2p_.describe_unexpected(message_.peer) : ""));
+      if (!message_.done) {
+        const bool is_any = message_.peer < 0;
+        const std::string who =
+            is_any ? "all other ranks have" : group.format_rank(message_.peer) + " has";
+        const bool is_receive = message_.op == Op::recv;
+        group.abort({who + " left the group", Loss::left,
+                     is_any ? -1 : group.global_rank(message_.peer),
+                     is_receive ? p2p_.describe_unexpected(message_.peer) : ""});
+      }
       throw WaitEnded{};
     }
     if (limit_ > milliseconds(0) || time_since(begun_) <= message_.timeout) return;
@@ -450,11 +462,11 @@ void PointToPoint::deliver(const MessagePtr& message, int source, const Cell& ce
       return std::to_string(count) + " elements of " +
              (dtype_name ? dtype_name(dtype) : "dtype " + std::to_string(dtype));
     };
-    std::string error =
+    const std::string failure =
         group_.format_rank(source) + " sent " + describe_tensor(cell.dtype, cell.count) +
         ", but the tensor to receive has " + describe_tensor(message->dtype, message->count);
     if (cell.ticket >= 0) close_ticket(source, cell, kRefused);
-    finish(message, finished, error);
+    finish(message, finished, failure);
     return;
   }
   if (cell.ticket < 0) {
@@ -463,7 +475,7 @@ void PointToPoint::deliver(const MessagePtr& message, int source, const Cell& ce
   } else if (copy_from_sender(message, source, cell, finished)) {
     close_ticket(source, cell, kConsumed);
     // If the group was aborted meanwhile, the sender may have released its memory.
-    finish(message, finished, group_.is_aborted() ? group_.abort_reason() : "");
+    finish(message, finished, group_.is_aborted() ? group_.failure() : Failure());
   }
 } catch (...) {
   posted_receives_.add(message->peer, message->tag, message);  // fails with all others

@@ -65,6 +65,7 @@ struct Message {
   std::atomic<bool> done{false};  // finished and completed
   int source = -1;                // of a received message
   std::string error;              // the full message; empty: no error
+  Failure failure;                // the reason of the error
 
   // Used by PointToPoint, under its lock.
   bool is_finished = false, is_in_background = false;
@@ -90,6 +91,7 @@ class PointToPoint {
   bool cancel(const MessagePtr& receive);
   // Makes progress in the background, within the message's timeout from now on.
   void progress_in_background(const MessagePtr& message);
+  std::string describe(const Message& message) const;  // "recv from rank 1 (tag 0)"
   // "rank 0: recv from rank 1 (tag 0) on group default"
   std::string describe_in_group(const Message& message) const;
 
@@ -108,14 +110,12 @@ class PointToPoint {
   };
   using Messages = std::vector<MessagePtr>;
 
-  std::string describe(const Message& message) const;  // "recv from rank 1 (tag 0)"
-
   // Completion. Finished messages are collected under the lock and completed without it.
   void progress();
   template <typename Step>
   void abort_on_error(Messages& finished, Step step);
-  void finish(const MessagePtr& message, Messages& finished, const std::string& error = "");
-  void fail_all(const std::string& error, Messages& finished);
+  void finish(const MessagePtr& message, Messages& finished, const Failure& failure = {});
+  void fail_all(const Failure& failure, Messages& finished);
   void complete(Messages& finished);
 
   // Waiting, and the background thread.

@@ -1,6 +1,7 @@
 #include "segment.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -9,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <random>
 #include <utility>
 
@@ -95,23 +97,44 @@ Segment Segment::create(const std::string& name, uint64_t bytes, uint64_t reserv
   return segment;
 }
 
+// Whether a process has ended, or is a zombie.
+static bool has_ended(int pid) {
+  if (kill(pid, 0) != 0) return errno == ESRCH;
+  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
+  std::string text;
+  std::getline(stat, text);
+  const size_t name_end = text.rfind(") ");
+  if (name_end == std::string::npos) return false;
+  const char state = text[name_end + 2];
+  return state == 'Z' || state == 'X';
+}
+
+// `reason` is the error of the system. A zombie has no descriptors, and denies access to them.
+[[noreturn]] static void throw_unopened(int pid, int reason) {
+  const std::string text =
+      "cannot open shared memory of process " + std::to_string(pid) + ": " + std::strerror(reason);
+  if (reason == ENOENT || reason == ESRCH || has_ended(pid)) throw UnopenedError(text);
+  throw CommError(text);  // such as too many open files
+}
+
 Segment Segment::attach(const SegmentHandle& handle) {
   const std::string path =
       "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0)
-    throw CommError("cannot open shared memory of process " + std::to_string(handle.pid) + ": " +
-                    last_error());
+  if (fd < 0) throw_unopened(handle.pid, errno);
   struct stat info{};
   std::string error;
+  bool is_gone = false;
   if (fstat(fd, &info) != 0) {
     error = last_error();
   } else if (info.st_uid != geteuid()) {
     error = "it belongs to another user";
+    is_gone = true;
   } else if (static_cast<uint64_t>(info.st_size) != handle.bytes ||
              handle.bytes < sizeof(SegmentHeader) || !has_fixed_size(fd)) {
     // The descriptor number may name another file by now, or one that could shrink.
     error = "it is another file of that process";
+    is_gone = true;
   }
   Segment segment;
   if (error.empty()) {
@@ -124,15 +147,17 @@ Segment Segment::attach(const SegmentHandle& handle) {
     segment.handle_.fd = -1;  // the descriptor is the creator's
     SegmentHeader header;
     std::memcpy(&header, segment.data_, sizeof header);
-    if (!(header.nonce == handle.nonce) || header.magic != kMagic || header.bytes != handle.bytes)
+    is_gone =
+        !(header.nonce == handle.nonce) || header.magic != kMagic || header.bytes != handle.bytes;
+    if (is_gone)
       error = "the nonce does not match";
     else if (header.version != kVersion)
       error = "it was created by another version of lockstep";
   }
-  if (!error.empty())
-    throw CommError("cannot attach shared memory of process " + std::to_string(handle.pid) + ": " +
-                    error);
-  return segment;
+  if (error.empty()) return segment;
+  error = "cannot attach shared memory of process " + std::to_string(handle.pid) + ": " + error;
+  if (is_gone) throw UnopenedError(error);  // the process that had this number has ended
+  throw CommError(error);
 }
 
 Segment::~Segment() {

@@ -49,7 +49,8 @@ class Segment {
   // Creates a segment of `bytes`, rounded up to pages, and reserves memory for the first
   // `reserved` bytes. Throws CommError if there is not enough.
   static Segment create(const std::string& name, uint64_t bytes, uint64_t reserved);
-  // Maps another process's segment. Throws CommError with the reason.
+  // Maps another process's segment. Throws CommError with the reason; UnopenedError if the segment
+  // is no longer there, as after the end of that process.
   static Segment attach(const SegmentHandle& handle);
 
   Segment(Segment&& other) noexcept { swap(other); }
@@ -94,6 +95,6 @@ struct SegmentHeader {
   uint32_t magic;
 };
 constexpr uint32_t kMagic = 0x4c4f434b;  // "LOCK"
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 
 }  // namespace lockstep

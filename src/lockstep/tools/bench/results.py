@@ -1,4 +1,4 @@
-"""Results of the benchmark: statistics, the table with the columns of nccl-tests, JSON."""
+"""Results of the benchmark: statistics, rows with the columns of nccl-tests, JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ import numpy as np
 
 from lockstep.tools.bench.measured_collectives import COLLECTIVES
 
-__all__ = ["ITEM_BYTES", "Measurement", "caption", "header", "record", "rows"]
+__all__ = [
+    "COLUMNS",
+    "ITEM_BYTES",
+    "OPTIONAL",
+    "Measurement",
+    "explain_columns",
+    "list_errors",
+    "record",
+    "rows",
+]
 
 DTYPE, ITEM_BYTES = "float32", 4
 """The data type of all elements, and its size."""
 
-COLUMNS = {
-    "size (B)": 11, "count": 11, "type": 9, "redop": 8, "backend": 21, "time (us)": 10,
-    "p10 (us)": 10, "p90 (us)": 10, "algbw (GB/s)": 14, "busbw (GB/s)": 14, "wrong": 7, "ratio": 7,
-}  # fmt: skip
-"""The columns, and their widths."""
+COLUMNS = (
+    "size (B)", "backend", "median (us)", "p10 (us)", "p90 (us)", "busbw (GB/s)", "ratio", "wrong",
+    "algbw (GB/s)", "count", "type", "redop",
+)  # fmt: skip
+OPTIONAL = (
+    "redop", "type", "count", "algbw (GB/s)", "wrong", "busbw (GB/s)", "p90 (us)", "p10 (us)",
+)  # fmt: skip
+"""Columns that a narrow terminal leaves out, in this order."""
 
 
 @dataclass(frozen=True)
@@ -73,45 +85,44 @@ class Measurement:
         return "SUM" if COLLECTIVES[self.collective].is_reduction else None
 
 
-def header() -> str:
-    """Return the header line of the table."""
-    return _align(list(COLUMNS))
-
-
-def rows(results: list[Measurement]) -> list[str]:
+def rows(results: list[Measurement]) -> list[tuple[str, ...]]:
     """Return the rows of one size; ratios are relative to the first result."""
     return [_row(result, results[0]) for result in results]
 
 
-def _row(result: Measurement, first: Measurement) -> str:
+def _row(result: Measurement, first: Measurement) -> tuple[str, ...]:
     """Return the row of one contender; only the first row of a size names it."""
-    what = [f"{result.size}", f"{result.count}", DTYPE, result.operation or "none"]
-    start = [*(what if result is first else [""] * 4), result.backend]
+    is_first = result is first
+    size = f"{result.size}" if is_first else ""
+    what = (f"{result.count}", DTYPE, result.operation or "none") if is_first else ("", "", "")
     if result.error:
-        return f"{_align(start)}  error: {result.error}"
+        return (size, result.backend, *["-"] * 7, *what)
     times = (result.median, result.quantile(0.1), result.quantile(0.9))
     figures = [f"{time:.1f}" if time < 10_000 else f"{time:.0f}" for time in times]
-    figures += [f"{value:.4g}" for value in (result.algbw, result.busbw)]
     ratio = "-" if first.error else f"{result.median / first.median:.3g}"
-    return _align([*start, *figures, f"{result.wrong}", ratio])
+    bandwidths = (f"{result.busbw:.4g}", f"{result.algbw:.4g}")
+    return (
+        size, result.backend, *figures, bandwidths[0], ratio, f"{result.wrong}", bandwidths[1],
+        *what,
+    )  # fmt: skip
 
 
-def _align(cells: list[str]) -> str:
-    """Align cells in their columns, the backend to the left and the others to the right."""
-    padded = [
-        f"  {cell:<{width - 2}}" if name == "backend" else f"{cell:>{width}}"
-        for cell, (name, width) in zip(cells, COLUMNS.items(), strict=False)  # a row may be short
+def list_errors(results: list[Measurement]) -> list[str]:
+    """Return a sentence for each contender that could not be measured at a size."""
+    return [
+        f"{result.backend} could not be measured with {result.size} bytes: {result.error}"
+        for result in results
+        if result.error
     ]
-    return "".join(padded).rstrip()
 
 
-def caption(first: Measurement) -> str:
-    """Return the explanation below the table."""
+def explain_columns(first: Measurement) -> tuple[str, str]:
+    """Return sentences that explain the columns."""
     factor = COLLECTIVES[first.collective].bus_factor(first.ranks)
     return (
-        "time, p10, p90: median and quantiles over calls, of the slowest rank's time\n"
-        f"busbw: algbw x {factor:.3g}; ratio: time over that of {first.backend}; "
-        "wrong: wrong elements in checked calls, over all ranks"
+        "median, p10, p90: median and quantiles over calls, of the slowest rank's time",
+        f"busbw: algbw x {factor:.3g}; ratio: median over that of {first.backend}; "
+        "wrong: wrong elements in checked calls, over all ranks",
     )
 
 

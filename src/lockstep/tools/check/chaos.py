@@ -60,6 +60,8 @@ class ChaosResult:
         digest: The digest of the final weights of the disturbed run. None: it did not finish.
         planned: The number of planned kills.
         kills: The kills that were carried out.
+        repeated: The micro-batches that were computed again, as the rank that writes the record
+            counts its own.
         seconds_lost: For each round that began after a kill, the seconds until the interrupted
             step began again, with those of the repeated work.
         rounds: The number of rounds.
@@ -73,6 +75,7 @@ class ChaosResult:
     planned: int
     kills: list[Kill]
     seconds_lost: list[float]
+    repeated: int
     rounds: int
     seconds: float
     failure: str = ""
@@ -99,6 +102,7 @@ class ChaosResult:
             "equal": self.equal,
             "median_seconds_lost": median(lost) if lost else None,
             "max_seconds_lost": max(lost, default=None),
+            "repeated_microbatches": self.repeated,
             "seconds": self.seconds,
             "baseline_seconds": self.baseline.seconds,
             "run": None if self.folder is None else str(self.folder),
@@ -127,8 +131,8 @@ def train_undisturbed(config: LaunchConfig) -> Baseline:
     folder = _find_record(launched[-1])
     if folder is None:
         raise UsageError(
-            f"{config.target} recorded no run to compare: it must train with ls.Trainer, whose "
-            f"loggers= include a run folder (the default under a launcher)"
+            f"{config.target} recorded no run to compare: it must train with ls.Trainer or "
+            "ls.exact, whose loggers= include a run folder (the default under a launcher)"
         )
     return read_baseline(folder, seconds)
 
@@ -145,7 +149,7 @@ def read_baseline(folder: Path, seconds: float) -> Baseline:
     if digest is None or not len(run.steps):
         raise UsageError(
             f"{run.folder} has no digest of its weights to compare with: it must have trained with "
-            "ls.Trainer, recorded its steps, and finished"
+            "ls.Trainer or ls.exact, recorded its steps, and finished"
         )
     step_seconds = float(np.median(np.diff(run.steps.t, prepend=0.0)))
     return Baseline(run.folder, digest, len(run.steps), step_seconds, seconds)
@@ -196,6 +200,7 @@ def disturb(
         kills,
         killer.kills,
         [] if run is None else _measure_losses(run),
+        0 if run is None else sum(line.get("repeated_microbatches", 0) for line in run.rounds),
         0 if rounds is None else rounds.number + 1,
         seconds,
         failure,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.files import write_output
-from lockstep.formatting import format_size, parse_sizes
+from lockstep.formatting import format_quantity, format_size, parse_sizes
 from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.launcher.signals import exiting_on_sigterm
 from lockstep.messages import log
@@ -55,8 +55,8 @@ def make_command(collective: Collective) -> click.Command:
 
     The backends take turns with one block of calls each. Inputs are rewritten before
     each call, all ranks start together, and the last result of each block is checked.
-    The columns are those of nccl-tests, except that the time is the median over calls
-    of the slowest rank's time.
+    The columns are those of nccl-tests, with the median and quantiles over calls of the
+    slowest rank's time. A narrow terminal shows fewer of them.
     """
     options: list[click.Parameter] = [
         click.Option(
@@ -106,6 +106,7 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
     check_memory(max(sizes), max(counts), len(names))
     from lockstep.tools.bench import results as tables
     from lockstep.tools.bench.ranks import Plan
+    from lockstep.tools.report.terminal import print_sentences, print_table
 
     machine, typed = describe_machine(), command_line()
     click.echo(f"# {machine}\n# {typed}")
@@ -118,13 +119,16 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
                 f"{folder}/start-barrier", WAIT_TIMEOUT,
             )  # fmt: skip
             measured = measure_on_ranks(plan, folder)
-        click.echo(f"\n# {collective.name} on {count} ranks\n{tables.header()}")
+        click.echo(f"\n# {collective.name} on {count} ranks")
+        rows: list[tuple[str, ...]] = []
         for size in dict.fromkeys(one.size for one in measured):
             results = [one for one in measured if one.size == size]
-            click.echo("\n".join(tables.rows(results)))
+            rows += tables.rows(results)
             done = (one for one in results if one.times)
             records += [tables.record(one, results[0], machine, typed) for one in done]
-        click.echo(tables.caption(measured[0]))
+        numbers = [name for name in tables.COLUMNS if name != "backend"]
+        print_table(tables.COLUMNS, rows, tables.OPTIONAL, numbers)
+        print_sentences(*tables.explain_columns(measured[0]), *tables.list_errors(measured))
         everything += measured
     if flags["json_file"]:
         write_output(flags["json_file"], json.dumps(records, indent=1) + "\n")
@@ -183,9 +187,11 @@ def find_mpiexec() -> str:
 
 def check_results(everything: list[Measurement]) -> None:
     """Raise WorkError if a result is wrong, or if nothing could be measured."""
-    wrong = sorted({result.backend for result in everything if result.wrong})
+    wrong = [result for result in everything if result.wrong]
     if wrong:
-        raise WorkError(f"wrong results of {', '.join(wrong)}: see the column 'wrong'")
+        names = ", ".join(sorted({result.backend for result in wrong}))
+        elements = format_quantity(sum(result.wrong for result in wrong), "wrong element")
+        raise WorkError(f"wrong results of {names}: {elements} in checked calls, over all ranks")
     if not any(result.times for result in everything):
         raise WorkError(f"nothing could be measured: {everything[0].error}")
 

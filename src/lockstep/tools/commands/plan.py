@@ -91,7 +91,11 @@ def command(
         if training.is_computed:
             click.echo(COMPUTED)
         start = f"lockstep run -n {ranks // hosts}{f' --nnodes {hosts}' if hosts > 1 else ''}"
-        click.echo(_advise(plans, chosen, memory, f"{start} {shlex.join([script, *arguments])}"))
+        start += f" {shlex.join([script, *arguments])}"
+        if training.is_exact and chosen is plans[0]:
+            click.echo(f"The loop of ls.exact fits as it is. Start: {start}")
+        else:
+            click.echo(_advise(plans, chosen, memory, start))
     sys.exit(0 if chosen else 1)
 
 

@@ -29,7 +29,7 @@ from lockstep.launcher.listening_socket import (
     parse_endpoint,
     strip_brackets,
 )
-from lockstep.launcher.run_folder import RUNS, find_run, read_description
+from lockstep.launcher.run_folder import RUNS, find_description, find_run, read_description
 from lockstep.launcher.supervisor import STOP_GRACE
 
 __all__ = ["command"]
@@ -268,7 +268,7 @@ def _is_portable(options: Mapping[str, Any]) -> bool:
     """Return whether to compute portable bits; raise UsageError if a resumed run did not."""
     folder = _find_resumed(options)
     is_requested = options["portable"] or is_portable_requested(os.environ)
-    recorded = None if folder is None else read_description(folder)
+    recorded = None if folder is None else find_description(folder)
     if recorded is None or recorded.portable == is_requested:
         return is_requested
     if is_requested:

@@ -27,7 +27,7 @@ def command(folder: str, as_json: bool) -> None:
     """List the runs in FOLDER, the oldest first.
 
     FOLDER is `runs` by default. The table shows the state, recipe, layout, last loss and
-    metrics, the samples per second and the digest of the weights. The commands that resume
+    metrics, the mean samples per second and the digest of the weights. The commands that resume
     runs which ended early follow below it, for runs with a checkpoint.
     """
     parent = Path(folder)

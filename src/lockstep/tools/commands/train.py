@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from lockstep.files import replace_file
-from lockstep.formatting import format_loss, format_quantity
+from lockstep.formatting import format_digest, format_loss, format_quantity
 from lockstep.kernel.errors import FileError, LayoutError, UsageError
 from lockstep.launcher.environment import read_rank_info
 from lockstep.launcher.kernel_variables import PORTABLE, find_of_numpy, is_portable_requested
@@ -119,7 +119,7 @@ def command(
     Exit status: 0 success, 1 the training failed, 2 usage error, 75 stopped on request
     after saving a checkpoint, 128+N ended by signal N.
     """
-    from lockstep.launcher.failure_attribution import STOPPED
+    from lockstep.launcher.failure_codes import STOPPED
     from lockstep.launcher.launch import launch
     from lockstep.launcher.run_folder import create_run_folder, name_run
 
@@ -284,9 +284,10 @@ def _format_summary(summary: dict[str, Any]) -> str:
         "accuracy": f"{summary['accuracy']:.2%} of {summary['held_out']:,} held-out samples, "
         f"loss {format_loss(summary['loss'])}",
         "resumed": f"after step {summary['resumed_from_step']}",
-        "speed": f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s",
+        "speed": f"{summary['samples_per_second']:,.0f} samples/s on average, "
+        f"{summary['seconds']:.1f} s in all",
         "run": summary["run"],
-        "optimizer": summary["optimizer_digest"],
+        "optimizer": format_digest(summary["optimizer_digest"]),
         "digest": summary["digest"],
         "": "Digests of the optimizer state and of the weights, the same for every layout"
         + (" and every x86-64 processor with AVX2." if summary.get("portable") else "."),

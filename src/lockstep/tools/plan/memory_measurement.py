@@ -27,7 +27,7 @@ def measure_training(
         timeout: The time in seconds after which the rank is terminated.
 
     Raises:
-        UsageError: The script does not exist, fails, or takes too few steps with `ls.Trainer`.
+        UsageError: The script does not exist, fails, or takes too few steps.
     """
     check_target("script", script)
     run = launch_session(_start, (script, tuple(arguments), ranks), timeout=timeout)
@@ -36,8 +36,8 @@ def measure_training(
     (measured,) = run.values
     if not measured:
         raise UsageError(
-            f"{script} ended before its first ls.Trainer had taken enough steps to measure its "
-            "memory: let it take 3 steps or more"
+            f"{script} ended before its first training had taken enough steps to measure its "
+            "memory: let ls.Trainer, or the loop of ls.exact, take 3 steps or more"
         )
     (training,) = measured
     assert isinstance(training, TrainingMemory)

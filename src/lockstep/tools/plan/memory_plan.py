@@ -46,6 +46,7 @@ class TrainingMemory:
         outputs: The bytes of a micro-batch's output of each block.
         is_computed: Whether the values were computed without memory, so that `unused` is not
             known.
+        is_exact: Whether it is a loop with `ls.exact`.
     """
 
     parameters: int
@@ -60,6 +61,7 @@ class TrainingMemory:
     blocks: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     is_computed: bool = False
+    is_exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class MemorySession:
         ranks: The number of ranks of the plan.
 
     Attributes:
-        optimizers: The optimizers of the trainer.
+        optimizers: The optimizers of the training.
     """
 
     def __init__(self, record: Callable[[TrainingMemory], None], ranks: int) -> None:
@@ -73,8 +73,7 @@ class MemorySession:
         Raises:
             UsageError: The memory of such a training cannot be planned.
         """
-        if trainer.is_exact:
-            raise UsageError("lockstep plan measures ls.Trainer, and this script uses ls.exact")
+        self.optimizers = trainer.optimizers
         if trainer.parallel.device.type != "cpu":
             raise UsageError(
                 f"lockstep plan measures trainings on the CPU, and this one is on "
@@ -166,6 +165,7 @@ class MeasuredTrainer:
                 refusals=self._session.find_refusals(self._trainer.module),
                 blocks=tuple(map(count_bytes, self._blocks)),
                 outputs=tuple(self._outputs),
+                is_exact=self._trainer.is_exact,
             )
         )
 

@@ -52,9 +52,7 @@ def replace_trainer(session: MemorySession) -> None:
             computed = MetaTrainer(session, model, *arguments, **options)
             if computed.least_bytes > psutil.virtual_memory().available:
                 return computed
-        trainer = build(model, *arguments, **options)
-        session.optimizers = trainer.optimizers
-        return trainer
+        return build(model, *arguments, **options)
 
     vars(package)["Trainer"] = make
 

@@ -17,8 +17,9 @@ from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.data.dataset_partition import partition
 from lockstep.data.datasets import digits
 from lockstep.formatting import format_quantity
-from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.arithmetic import measure_arithmetic
+from lockstep.launcher.rank_process import take_failure_at_exit
 from lockstep.launcher.world import init
 from lockstep.launcher.world import world as current_world
 from lockstep.messages import log
@@ -145,10 +146,9 @@ def train(options: Options, folder: str) -> dict[str, Any]:
             "run": folder,
             "resumed_from_step": trainer.resumed_from,
         }
-        try:
-            trainer.finish()
-        except FileError as error:  # the record is incomplete, but the training succeeded
-            summary["failure"] = str(error)
+        trainer.finish()
+        if (failure := take_failure_at_exit()) is not None:
+            summary["failure"] = str(failure)  # the training succeeded
         return summary
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from lockstep.kernel.errors import LockstepError, RankError, UsageError
+from lockstep.kernel.errors import CommunicationError, LockstepError, RankError, UsageError
 from lockstep.launcher.failure_attribution import (
     Outcome,
     is_consequence,
@@ -63,7 +63,7 @@ class Future(Generic[T]):
         Raises:
             RankError: The call raised or the worker exited; the worker's traceback is a note,
                 and the exception itself the cause if it could be sent. An error of Lockstep
-                keeps its class.
+                keeps its class, unless it is about the communication of the ranks.
             TimeoutError: The call has not returned. It continues, and you may wait for it again.
         """
         self._wait(self.done, None if timeout is None else time.monotonic() + timeout)
@@ -116,7 +116,9 @@ def make_error(futures: Sequence[Future[Any]]) -> Exception:
     error = make_rank_error([future._failure for future in failed if future._failure])
     assert error is not None
     first = next(future for future in failed if future.rank == error.rank)
-    if isinstance(first._cause, LockstepError) and not isinstance(first._cause, RankError):
+    # A failure of a rank, or of the communication between ranks, is one of the workers.
+    of_workers = RankError, CommunicationError
+    if isinstance(first._cause, LockstepError) and not isinstance(first._cause, of_workers):
         return type(first._cause)(str(first._cause))
     error.__cause__ = first._cause
     return error

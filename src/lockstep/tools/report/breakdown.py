@@ -18,7 +18,7 @@ from lockstep.formatting import (
     format_number,
     format_percent,
 )
-from lockstep.record.columns import TIME_CATEGORIES, Column, as_dict
+from lockstep.record.columns import OUTSIDE, TIME_CATEGORIES, Column, as_dict
 from lockstep.record.reader import Run
 from lockstep.tools.report.summary import (
     as_text,
@@ -51,7 +51,7 @@ class RankTime:
 
 def time_by_rank(run: Run) -> list[RankTime]:
     """Return the time of each rank by category."""
-    totals = np.nansum(run.layout_steps.ranks, axis=0)
+    totals = _sum_by_rank(run)
     longest = totals.sum(axis=1).max(initial=0.0)
     if not longest > 0:
         return []
@@ -64,12 +64,19 @@ def time_by_rank(run: Run) -> list[RankTime]:
 
 def time_shares(run: Run) -> dict[str, float]:
     """Return the fraction of all ranks' time per category."""
-    return _shares(np.nansum(run.layout_steps.ranks, axis=(0, 1)))
+    return _shares(_sum_by_rank(run).sum(axis=0))
+
+
+def _sum_by_rank(run: Run) -> Column:
+    """Return the seconds of each rank in each of `TIME_CATEGORIES`, and in `OUTSIDE`."""
+    steps = run.layout_steps
+    outside = np.nansum(steps.outside, axis=0)
+    return np.concatenate([np.nansum(steps.ranks, axis=0), outside[:, np.newaxis]], axis=1)
 
 
 def _shares(seconds: Column) -> dict[str, float]:
     shares = seconds / (float(seconds.sum()) or 1.0)
-    return dict(zip(TIME_CATEGORIES, shares.tolist(), strict=True))
+    return dict(zip((*TIME_CATEGORIES, OUTSIDE), shares.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ Format = Callable[[float], str]
 MIN_RANGE = 1e-300  # smaller numbers lose digits, and their fractions become 0
 BAND_OPACITY = 0.25
 LEFT, BOTTOM, TEXT = 64, 24, 12  # the margins for the labels, and the size of their text, in points
+NAME = 18  # the height of the name of an axis, in points
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ def draw_chart(
     colors: Sequence[str],
     ink: str,
     faint: str,
+    x_name: str = "",
 ) -> None:
     """Draw curves with the ticks of their axes.
 
@@ -185,8 +187,12 @@ def draw_chart(
         colors: The color of each curve.
         ink: The color of the text.
         faint: The color of the grid.
+        x_name: What the axis of x shows, such as "step"; "" if its labels say it.
     """
     left, top, right, bottom = box[0] + LEFT, box[1], box[2], box[3] - BOTTOM
+    if x_name:
+        picture.add(Label((left + right) / 2, box[3] - 6, x_name, TEXT, ink, "middle"))
+        bottom -= NAME
     across, up = axes
     for tick in up.ticks:
         at = bottom - tick.position * (bottom - top)

@@ -1,7 +1,8 @@
 """The doctor, which checks whether this machine meets the requirements of a run.
 
-    Requirements ──> checks ──> CheckResults (good, note, bad) ──┬─> lines on the terminal
-                                                                 └─> a block for an issue
+    Requirements ──> checks ──> CheckResults (good, note, bad) ──> lines on the terminal, JSON
+
+The lines are what a person pastes into an issue: they contain no secrets and no home folder.
 
 A check that raises an exception is reported as a bad result.
 """
@@ -23,9 +24,8 @@ from lockstep.tools.report.checks import (
     communication,
     machine,
 )
-from lockstep.version import VERSION
 
-__all__ = ["CHECKS", "issue_block", "run_checks"]
+__all__ = ["CHECKS", "hide_home", "list_variables", "run_checks"]
 
 Check = Callable[[Requirements], Iterable[CheckResult]]
 
@@ -47,7 +47,7 @@ def run_checks(requirements: Requirements) -> Iterator[CheckResult]:
             yield from map(_clean, check(requirements))
         except Exception as error:
             what = f"the check failed with {type(error).__name__}: {error}"
-            yield _clean(bad(check.__name__, what, "report this with the block below"))
+            yield _clean(bad(check.__name__, what, "report this with the output of this command"))
 
 
 def _clean(result: CheckResult) -> CheckResult:
@@ -56,12 +56,12 @@ def _clean(result: CheckResult) -> CheckResult:
     return replace(result, what=what, advice=advice)
 
 
-def issue_block(results: Iterable[CheckResult]) -> str:
-    """Return the results as Markdown for an issue, with "~" for the home folder."""
-    lines = [f"lockstep {VERSION} doctor", ""]
-    lines += [f"{one.verdict:<5} {one.subject}: {one.what}" for one in results]
-    variables = recorded_variables(os.environ)
-    lines += [f"      {name}={value}" for name, value in variables.items()]
+def list_variables() -> list[str]:
+    """Return the environment variables that may matter to a run, as NAME=value."""
+    return [f"{name}={value}" for name, value in recorded_variables(os.environ).items()]
+
+
+def hide_home(text: str) -> str:
+    """Return a text with "~" for the home folder."""
     home = str(Path.home())
-    text = "\n".join(lines)
-    return f"```\n{text.replace(home, '~' if len(home) > 1 else home)}\n```"
+    return text.replace(home, "~" if len(home) > 1 else home)

@@ -36,9 +36,10 @@ from lockstep.tools.report.summary import name_weights, number_or, numbers_of
 
 __all__ = ["LoggedValue", "RunChart", "draw_run_charts", "logged_histograms", "logged_images"]
 
-WIDTH, HEIGHT = 520, 230  # points
+WIDTH, HEIGHT = 440, 216  # points; a phone shows them with larger text, see style.css
 COLORS = ("var(--c0)", "var(--c1)")
 MAX_POINTS = 400  # points of a curve
+MAX_X_TICKS = 4  # steps between them; more would overlap on a phone
 MAX_METRICS = 6  # metrics with a chart
 MAX_VALUE = 1e300  # limit of an axis: a longer range overflows
 LOG_RANGE = 100  # the ratio of losses from which their axis is logarithmic
@@ -101,15 +102,28 @@ def _chart(
     low, high = float(np.nanmin(lows)), float(np.nanmax(highs))
     is_log = may_be_log and 0 < low < high / LOG_RANGE
     y = log_axis(low, high, label) if is_log else linear_axis(low, high, label)
-    first, last = (float(end(one.x[at] for one in curves)) for end, at in ((min, 0), (max, -1)))
-    x = linear_axis(first, last if last > first else first + 1, format_count)
+    first = float(min(one.x[0] for one in curves))
+    last = float(max(one.x[-1] for one in curves))
+    end = last if last > first else first + 1
+    x = linear_axis(first, end, format_step, MAX_X_TICKS)
     picture = Picture(WIDTH, HEIGHT, "none", f"{title} over the steps")
     box = (0, 12, WIDTH - 20, HEIGHT)
-    draw_chart(picture, curves, (x, y), box, COLORS[: len(curves)], "currentColor", "var(--faint)")
+    colors = COLORS[: len(curves)]
+    draw_chart(picture, curves, (x, y), box, colors, "currentColor", "var(--faint)", "step")
     yield RunChart(key, title, [one.name for one in curves], picture.svg())
 
 
+def format_step(step: float) -> str:
+    """Format the number of a step for an axis, briefly where it is round: "500", "20k", "1.5M"."""
+    for least, factor, unit in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if step >= least and step % (factor / 10) == 0:
+            return f"{step / factor:g}{unit}"
+    return format_count(step)
+
+
 def _steps(name: str, x: Column, y: Column) -> Curve | None:
+    if len(x) > MAX_POINTS:
+        name += f" (mean and range of {math.ceil(len(x) / MAX_POINTS)} steps)"
     return downsample(name, x, y, MAX_POINTS) if len(x) else None
 
 

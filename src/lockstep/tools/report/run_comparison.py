@@ -23,7 +23,13 @@ from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run
 from lockstep.record.run_environment import describe_other_arithmetic
 from lockstep.tools.report.breakdown import resume_table
-from lockstep.tools.report.summary import Summary, summarize
+from lockstep.tools.report.summary import (
+    MIN_EXCESS,
+    Summary,
+    find_longest_work,
+    find_slowest_rank,
+    summarize,
+)
 from lockstep.tools.report.summary_text import (
     STATE_NAMES,
     command_line,
@@ -90,6 +96,7 @@ def compare_runs(runs: list[Run]) -> RunComparison:
         same = _same_digest(runs[0], run)
         sentences = [
             *_speed_sentences(ratio, names[0], name),
+            *_rank_sentences(runs[0], run, names[0], name),
             _digest_sentence(names[0], name, same),
             *_optimizer_sentences(runs[0], run),
             _loss_sentence(count, step, f"{theirs!r} in {name} and {ours!r} in {names[0]}"),
@@ -134,7 +141,24 @@ def _speed_sentences(ratio: float, first: str, second: str) -> list[str]:
     if not math.isfinite(ratio):
         return []
     return [
-        f"{second} trained {ratio:.2f} times as many samples per second as {first}, during steps."
+        f"{second} trained {ratio:.2f} times as many samples per second as {first}, on average "
+        "during steps."
+    ]
+
+
+def _rank_sentences(first: Run, second: Run, name_of_first: str, name: str) -> list[str]:
+    """Return the sentence about the rank that holds up the others of the slower run."""
+    names = [name_of_first, name]
+    times = [find_longest_work(run) for run in (first, second)]
+    slower = int(times[1] > times[0])
+    faster = 1 - slower
+    slowest = find_slowest_rank((first, second)[slower])
+    if slowest is None or not times[slower] > (1 + MIN_EXCESS) * times[faster]:
+        return []
+    return [
+        f"In {names[slower]}, the others wait for rank {slowest.rank}: it works "
+        f"{format_duration(times[slower])} per step, where the slowest rank of {names[faster]} "
+        f"works {format_duration(times[faster])}. It spends the time {slowest.where}."
     ]
 
 
@@ -244,8 +268,8 @@ def comparison_table(comparison: RunComparison) -> tuple[list[str], list[list[st
         "layout",
         *metrics,
         "loss",
-        "samples/s",
-        "per step",
+        "samples/s (mean)",
+        "per step (median)",
         "digest of weights",
     ]
     rows = []

@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.formatting import (
     format_bytes,
+    format_digest,
     format_duration,
     format_loss,
     format_metric_value,
@@ -97,7 +98,7 @@ def _tiles(summary: Summary) -> dict[str, str]:
     return {
         **{f"{name}, {measured}": format_metric_value(name, value) for name, value in metrics},
         f"loss, {measured}": format_loss(summary.loss),
-        "samples per second": format_number(summary.speed),
+        "samples/s (mean)": format_number(summary.speed),
         "per step (median)": format_duration(summary.step_seconds),
         "duration of the run": format_duration(summary.seconds),
     }
@@ -115,6 +116,7 @@ def _render(template: str, **values: Any) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters.update(duration=format_duration, percent=format_percent, size=format_bytes)
+    environment.filters["state_digest"] = format_digest
     style = environment.get_template("style.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     page = environment.get_template(template)

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from lockstep.formatting import format_quantity
-from lockstep.launcher.run_folder import read_description
+from lockstep.launcher.run_folder import find_description
 from lockstep.messages import escape_control
-from lockstep.record.columns import TIME_CATEGORIES, Line, as_dict
+from lockstep.record.columns import OUTSIDE, TIME_CATEGORIES, Line, as_dict
 from lockstep.record.reader import Run
 
-__all__ = ["Summary", "as_text", "describe_layout", "find_slowest_rank", "last_time"]
+__all__ = ["MIN_EXCESS", "SlowestRank", "Summary", "as_text", "describe_layout"]
+__all__ += ["find_longest_work", "find_slowest_rank", "last_time"]
 __all__ += ["name_weights", "number_or", "numbers_of", "summarize"]
 
 MIN_EXCESS = 0.02  # fraction above the mean working time from which a rank is called slow
@@ -95,7 +96,7 @@ def _resume_command(run: Run) -> str:
     if run.header.get("recipe"):
         return shlex.join(["lockstep", "train", "--resume", folder])
     command = ["lockstep", "run", "--resume", folder]
-    launched = read_description(run.folder)
+    launched = find_description(run.folder)
     if launched is None or launched.is_redacted:  # its command is not known
         ranks = number_or(run.layout.get("world_size"), 1)
         command[2:2] = ["-n", f"{ranks:.0f}"]
@@ -150,23 +151,66 @@ def describe_layout(layout: Line) -> str:
     return ", ".join(parts)
 
 
-def find_slowest_rank(run: Run) -> tuple[int, float, float] | None:
-    """Return the rank that works longest (compute and data) if it is clearly above the mean.
+WORK = {
+    "compute": "in forward and backward",
+    "data": "loading data",
+    OUTSIDE: "between steps: in the body of the loop, callbacks, evaluation or saving",
+}
+"""The categories of time in which a rank works, and does not wait for others, in words."""
 
-    Returns:
-        The rank, its mean working time per step in seconds, and the fraction by which this exceeds
-        the mean of all ranks.
+
+@dataclass(frozen=True)
+class SlowestRank:
+    """The rank for which the others wait.
+
+    Attributes:
+        rank: The rank.
+        seconds: Its mean working time per step, with the time since the previous one.
+        excess: The fraction by which this exceeds the mean of all ranks.
+        category: The category of `WORK` in which it exceeds the mean of the ranks most.
     """
-    rows = run.layout_steps.ranks
-    if rows.shape[1] < 2:
-        return None
-    busy = rows[:, :, [TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")]].sum(axis=2)
-    means = np.array([_finite_mean(busy[:, rank]) for rank in range(busy.shape[1])])
-    if not np.isfinite(means).any() or not np.nanmean(means) > 0:
+
+    rank: int
+    seconds: float
+    excess: float
+    category: str
+
+    @property
+    def where(self) -> str:
+        """The category in words."""
+        return WORK[self.category]
+
+
+def find_slowest_rank(run: Run) -> SlowestRank | None:
+    """Return the rank that works longest if it is clearly above the mean; None for no rank."""
+    times = _average_work(run)
+    means = times.sum(axis=0)
+    if len(means) < 2 or not np.isfinite(means).any() or not np.nanmean(means) > 0:
         return None
     rank = int(np.nanargmax(means))
     excess = float(means[rank] / np.nanmean(means) - 1)
-    return (rank, float(means[rank]), excess) if excess > MIN_EXCESS else None
+    above = times[:, rank] - np.nanmean(times, axis=1)
+    category = list(WORK)[int(np.argmax(above))]
+    found = SlowestRank(rank, float(means[rank]), excess, category)
+    return found if excess > MIN_EXCESS else None
+
+
+def find_longest_work(run: Run) -> float:
+    """Return the mean working time per step of the rank that works longest; NaN if unknown."""
+    means = _average_work(run).sum(axis=0)
+    return float(max(means[np.isfinite(means)], default=math.nan))
+
+
+def _average_work(run: Run) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the mean seconds per step of each rank, in the columns, in each category of `WORK`."""
+    steps = run.layout_steps
+    rows = []
+    for category in WORK:
+        columns = steps.outside
+        if category in TIME_CATEGORIES:
+            columns = steps.ranks[:, :, TIME_CATEGORIES.index(category)]
+        rows.append([_finite_mean(columns[:, rank]) for rank in range(columns.shape[1])])
+    return np.array(rows)
 
 
 def last_time(run: Run) -> float:

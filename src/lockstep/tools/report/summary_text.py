@@ -87,7 +87,7 @@ def _speed_sentence(run: Run, summary: Summary) -> str:
     sentence += f": {work}" if sentence else work
     sentence += f" took {format_duration(summary.seconds)}" if summary.seconds > 0 else ""
     if math.isfinite(summary.speed):
-        sentence += f", {format_number(summary.speed)} samples/s during steps"
+        sentence += f", {format_number(summary.speed)} samples/s during steps on average"
     return sentence + "."
 
 
@@ -163,10 +163,10 @@ def timing_sentences(run: Run) -> list[str]:
             f"The layout changed at step {first:,.0f}; times and speeds are those since."
         )
     if (slowest := find_slowest_rank(run)) is not None:
-        rank, seconds, excess = slowest
         sentences.append(
-            f"Rank {rank} is the slowest: it works {format_duration(seconds)} per step, "
-            f"{format_percent(excess)} more than the mean of the ranks, and the others wait for it."
+            f"Rank {slowest.rank} is the slowest: it works {format_duration(slowest.seconds)} per "
+            f"step on average, {format_percent(slowest.excess)} more than the mean of the ranks, "
+            f"and the others wait for it. It spends the time {slowest.where}."
         )
     return sentences
 

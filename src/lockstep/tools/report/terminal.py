@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -47,7 +48,10 @@ def print_sentences(*sentences: str) -> None:
 
 
 def print_table(
-    names: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    optional: Sequence[str] = (),
+    numbers: Sequence[str] = (),
 ) -> None:
     """Print a table.
 
@@ -58,6 +62,7 @@ def print_table(
         names: The names of the columns.
         rows: The cells of each row.
         optional: The names of the columns that may be left out.
+        numbers: The names of the columns that are aligned to the right.
     """
     columns = [list(map(_to_one_line, column)) for column in zip(names, *rows, strict=True)]
     for name in optional:
@@ -69,7 +74,8 @@ def print_table(
         header_style="bold",
     )  # fmt: skip
     for number, (name, *_) in enumerate(columns):  # the first cell is often a name to copy
-        table.add_column(Text(name), overflow="fold", no_wrap=number == 0)
+        justify: Literal["left", "right"] = "right" if name in numbers else "left"
+        table.add_column(Text(name), justify=justify, overflow="fold", no_wrap=number == 0)
     for row in list(zip(*columns, strict=True))[1:]:
         table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
     console = Console(width=terminal_width(), highlight=False)

@@ -64,9 +64,8 @@ class AllReduce {
     std::vector<const char*> inputs;
     std::vector<char*> outputs;
     for (int rank = 0; rank < call_.size(); ++rank) {
-      char* start = rank == call_.rank() ? data_
-                                         : call_.group().peer_mappings().map(
-                                               call_.info(rank).buffer, count_ * item_);
+      char* start =
+          rank == call_.rank() ? data_ : call_.map(rank, call_.info(rank).buffer, count_ * item_);
       inputs.push_back(start + slice.begin * item_);
       if (root_ >= 0 && root_ != rank) continue;
       // This rank's own tensor first: it stays in this core's cache.

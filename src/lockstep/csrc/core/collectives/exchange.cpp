@@ -92,8 +92,7 @@ const char* BlockExchange::incoming(int source, size_t k) {
                         " wrote invalid sizes into shared memory");
       return call_.slot(source) + offset;
     }
-    case Route::direct:
-      return call_.group().peer_mappings().map(handles(source)[rank_], expected_bytes(source));
+    case Route::direct: return call_.map(source, handles(source)[rank_], expected_bytes(source));
     default:
       return call_.staging_buffer(source, first_round_ + static_cast<uint32_t>(k)) +
              staging_offset(source, rank_);

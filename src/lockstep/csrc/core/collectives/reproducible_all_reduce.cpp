@@ -131,7 +131,6 @@ static void set_buffers(CollectiveCall& call, const Bucket& bucket, const char* 
 // Adds this rank's slice, after all ranks have arrived. Returns which members are new.
 static std::vector<bool> add_own_slice(CollectiveCall& call, const Bucket& bucket, char* packed,
                                        char* result, const char* own) {
-  PeerMappings& peers = call.group().peer_mappings();
   std::vector<const char*> starts;
   std::vector<char*> results{result};  // this rank's own first: it stays in this core's cache
   for (int rank = 0; rank < call.size(); ++rank) {
@@ -139,10 +138,10 @@ static std::vector<bool> add_own_slice(CollectiveCall& call, const Bucket& bucke
       starts.push_back(packed);
       continue;
     }
-    starts.push_back(peers.map(call.info(rank).buffer, packed_bytes(bucket, rank)));
+    starts.push_back(call.map(rank, call.info(rank).buffer, packed_bytes(bucket, rank)));
     if (!bucket.scatter)
       results.push_back(
-          peers.map(call.info(rank).result, bucket.length * element_size(bucket.type)));
+          call.map(rank, call.info(rank).result, bucket.length * element_size(bucket.type)));
   }
   std::vector<Node> nodes = collect_nodes(bucket, starts);
   if (own)

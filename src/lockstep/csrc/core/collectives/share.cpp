@@ -16,12 +16,14 @@ ShareResult& result_of(CollectiveCall& call, int rank) {
   return *reinterpret_cast<ShareResult*>(call.slot(rank));
 }
 
-// Runs `work` and publishes its error.
+// Runs `work` and publishes its error, unless rank 0 is lost, which no rank survives.
 template <typename Work>
 void publish_error_of(CollectiveCall& call, Work work) {
   copy_text(result_of(call, call.rank()).error, "");
   try {
     work();
+  } catch (const UnopenedError& error) {
+    call.fail_unopened(0, error);
   } catch (const CommError& error) {
     copy_text(result_of(call, call.rank()).error, error.what());
   }

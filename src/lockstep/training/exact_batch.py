@@ -1,0 +1,207 @@
+"""The batches of a script's own loop: an iteration over each is one step of the optimizer.
+
+for batch in exact.batches(dataset, batch_size=128):       all ranks together
+    for inputs, targets in batch:                          this rank's micro-batches
+        batch.backward(loss_function(model(inputs), targets))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lockstep.data.loader import Batches
+from lockstep.kernel.batch import Batch
+from lockstep.kernel.errors import UsageError
+from lockstep.training.microbatch_loop import MicrobatchLoop
+from lockstep.training.script_steps import ScriptSteps
+
+__all__ = ["ExactBatch", "ExactBatches"]
+
+
+class ExactBatch:
+    """One batch of all ranks; iterating over it computes one step, and yields its micro-batches.
+
+    The gradients of the whole batch are in `.grad`, on every rank, when the iteration ends. An
+    iteration that is begun again is another step on the same batch.
+
+    Attributes:
+        size: The number of samples, over all ranks.
+        epoch: The epoch, from 0.
+        number: The number of the batch in its epoch, from 0.
+        indices: The indices of its samples in the dataset, int64, for a map-style dataset; None
+            for others.
+    """
+
+    def __init__(self, batch: Batch, steps: ScriptSteps) -> None:
+        self.data = batch
+        self.size = batch.size
+        self.epoch = batch.epoch
+        self.number = batch.identity.position
+        self.indices = batch.indices
+        self._steps = steps
+        self._loop: MicrobatchLoop | None = None
+        self._loss: float | None = None
+        self._norm = 0.0
+        self._metrics: dict[str, float] = {}
+        self._final = -1  # the micro-batch whose only backward has run
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the data of this rank's micro-batches, one after another."""
+        steps = self._steps
+        self._loss = None
+        is_finished = False
+        while not is_finished:
+            steps.require_no_gradients()
+            self._loop = steps.begin(is_repeatable=True)
+            self._final = -1
+            try:
+                yield from self._loop.microbatches(self.data)
+            except GeneratorExit:
+                steps.leave()
+                raise
+            except BaseException as error:
+                steps.fail(error)
+            else:
+                is_finished = steps.finish()
+            finally:
+                self._loop = None
+        assert steps.opened is not None
+        assert steps.opened.prepared is not None
+        _, summary, self._norm = steps.opened.prepared
+        self._loss = summary.sum_losses()
+        self._metrics = summary.average_metrics() if summary.metrics else {}
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        share: float | None = None,
+        weight: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        final: bool = True,
+        retain_graph: bool = False,
+    ) -> None:
+        """Run backward from the loss of the current micro-batch, multiplied by its share.
+
+        Args:
+            loss: A scalar, the mean over the samples of the micro-batch.
+            share: The factor of the loss in that of the batch, the same for any number of ranks.
+                None: the micro-batch's share of the samples.
+            weight: What the mean divides by instead of the samples, such as the number of tokens;
+                losses and gradients are divided by the sum of all weights of the batch.
+            scaler: The scaler of a loss in float16; `loss` is then not scaled yet.
+            final: Whether this is the only backward of the micro-batch. Pass False to each call
+                if there are several, whose losses are added.
+            retain_graph: As in `torch.Tensor.backward`.
+
+        Raises:
+            LossError: The loss is not a scalar that depends on a trainable parameter.
+            UsageError: No micro-batch is being computed, or the last backward was final.
+        """
+        loop = self._require_loop("batch.backward(loss)")
+        index = loop.microbatch.index
+        if index == self._final:
+            raise UsageError(
+                f"{loop.place}: a second backward of the micro-batch: add its losses and call "
+                "batch.backward once, or pass final=False to each call"
+            )
+        if weight is not None:
+            self._steps.weights.given[index] = share = float(weight)
+        scaled = None
+        if scaler is not None:
+            scaled = scaler.scale(loss)
+            loop.step.may_overflow = True
+        loop.backward(loss, share=share, retain_graph=retain_graph, final=final, root=scaled)
+        if final:
+            self._final = index
+
+    def log(self, name: str, value: Any, weight: float | None = None) -> None:
+        """Add a value of the current micro-batch to a mean over the whole batch.
+
+        The means of all ranks are in `metrics` after the iteration, and in the record.
+
+        Args:
+            name: The name, such as "accuracy".
+            value: A number, or a tensor with one element: a mean over the samples.
+            weight: What the mean divides by instead of the samples, such as a number of tokens.
+        """
+        loop = self._require_loop("batch.log(name, value)")
+        assert loop.current is not None
+        given = value.detach() if isinstance(value, torch.Tensor) else value
+        loop.current.metrics[name] = given if weight is None else (given, weight)
+
+    @property
+    def loss(self) -> float:
+        """The loss of the whole batch, the same float on every rank.
+
+        Raises:
+            UsageError: The iteration over the batch has not ended.
+        """
+        if self._loss is None:
+            raise UsageError("batch.loss is known after the loop over the batch, on every rank")
+        return self._loss
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm of the whole gradient before the optimizer's step.
+
+        Raises:
+            UsageError: The iteration over the batch has not ended.
+        """
+        if self._loss is None:
+            raise UsageError("batch.norm is known after the loop over the batch, on every rank")
+        return self._norm
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The means over the whole batch of what was logged, the same floats on every rank."""
+        return dict(self._metrics)
+
+    def _require_loop(self, call: str) -> MicrobatchLoop:
+        if self._loop is None or self._loop.current is None:
+            raise UsageError(f"call {call} inside of the loop over the micro-batches of the batch")
+        return self._loop
+
+
+class ExactBatches:
+    """The batches of one epoch; `exact.batches` returns it.
+
+    Args:
+        batches: The global batches, of which each rank loads its own micro-batches.
+        steps: The steps of the handle.
+    """
+
+    def __init__(self, batches: Batches, steps: ScriptSteps) -> None:
+        self._batches = batches
+        self._steps = steps
+
+    def __len__(self) -> int:
+        """Return the number of batches, and so of steps, on any number of ranks."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[ExactBatch]:
+        """Iterate over the remaining batches of the epoch."""
+        for batch in self._batches:
+            try:
+                yield ExactBatch(batch, self._steps)
+            finally:
+                # Also after `break`: the step of the last batch has been taken.
+                self._steps.settle()
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0."""
+        return self._batches.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the epoch as JSON values, valid for any number of ranks."""
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume the next iteration from a saved position."""
+        self._batches.load_state_dict(state)

@@ -1,0 +1,438 @@
+"""`ls.exact`: takes a model and its optimizers as the script has made them, and returns the handle.
+
+a model                     rank 0's weights and buffers are sent to all ranks
+in DistributedDataParallel  which has done that, and is idle from now on
+sharded by `fully_shard`    exchanges gradients in backward, in the order of the tree
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lockstep.audit.audit_config import AuditConfig, read_audit
+from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful
+from lockstep.comm.sparse_gradients import sparse_weights
+from lockstep.data.assignment import Hosts, on_one_host
+from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.data_parallel.sharded_gradients import (
+    ShardedGradients,
+    ShardingMesh,
+    find_mesh,
+    is_fully_sharded,
+)
+from lockstep.data_parallel.sharded_norm import clip_grad_norm_
+from lockstep.elastic.membership import membership
+from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.launcher.world import require_world
+from lockstep.messages import log
+from lockstep.model.across_ranks import broadcast_weights, verify_across_ranks
+from lockstep.model.blocks import find_block_names
+from lockstep.model.buffer_exchange import GroupExchange
+from lockstep.model.collective_calls import wrap_collective_calls
+from lockstep.model.description import (
+    describe_arithmetic,
+    describe_optimizer,
+    describe_tensors,
+)
+from lockstep.model.group_exchange import GroupMessages
+from lockstep.model.held_parameters import HeldParameters
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.state_mutation_check import StateMutationCheck
+from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.training.engine import Engine, EngineOptions
+from lockstep.training.exact import Exact
+from lockstep.training.given_weights import GivenWeights
+from lockstep.training.hyperparameter_check import HyperparameterCheck
+from lockstep.training.learning_rate_schedule import LearningRateSchedule
+from lockstep.training.model_setup import ModelSetup
+from lockstep.training.optimization import Optimization
+from lockstep.training.optimizer_config import OptimizerConfig
+from lockstep.training.parallel_setup import find_hosts
+from lockstep.training.run_record import LoggerLike
+from lockstep.training.script_executor import ScriptExecutor
+from lockstep.training.script_steps import ScriptSteps, ScriptUpdate
+from lockstep.training.trainer_hooks import current_session
+from lockstep.training.unsupported_modules import reject_unsupported_modules
+
+__all__ = ["exact"]
+
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models that have a handle."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The model of a script, taken apart.
+
+    Attributes:
+        called: What the script calls: the model, or a wrapper around it.
+        wrapper: The DistributedDataParallel around the model; None: there is none.
+        inner: The model that is called below this wrapper, perhaps compiled.
+        module: The model without any wrapper.
+        mesh: The ranks over which the model is sharded; None: it is not.
+    """
+
+    called: nn.Module
+    wrapper: DistributedDataParallel | None
+    inner: nn.Module
+    module: nn.Module
+    mesh: ShardingMesh | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Given:
+        """Take a model apart."""
+        outer: nn.Module = getattr(model, "_orig_mod", model)
+        wrapper = outer if isinstance(outer, DistributedDataParallel) else None
+        inner: nn.Module = model if wrapper is None else wrapper.module
+        module: nn.Module = getattr(inner, "_orig_mod", inner)
+        mesh = find_mesh(module) if is_fully_sharded(module) else None
+        # A graph that contains the whole wrapper is one scope.
+        inner = inner if wrapper is None or model is wrapper else model
+        return cls(model, wrapper, inner, module, mesh)
+
+
+def exact(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | int | None = None,
+    microbatches: int | None = None,
+    seed: int = 0,
+    *,
+    scheduler: Any = None,
+    checkpoint: CheckpointConfig | bool | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
+    loggers: LoggerLike | Sequence[LoggerLike] | None = None,
+    progress: bool | None = None,
+    audit: AuditConfig | bool = True,
+) -> Exact:
+    """Give a training loop the same bits on any number of ranks. Call this on every rank.
+
+    Args:
+        model: The model. All ranks get the weights and buffers of rank 0. It may be in torch's
+            DistributedDataParallel, sharded by `fully_shard`, or compiled by `torch.compile`.
+        optimizer: The optimizer of its parameters, or several; needed for checkpoints, for resuming
+            and for elastic runs. Your loop calls `optimizer.step()`.
+        microbatches: The number of micro-batches of a batch, at least the number of ranks; None: 8.
+        seed: The random seed of the micro-batches, and of the order of the samples.
+        scheduler: The learning-rate scheduler, or several, which your loop steps; saved and
+            restored with the optimizer.
+        checkpoint: When and where checkpoints are saved, from which `lockstep run --resume`
+            continues; True for the defaults of `CheckpointConfig`. None: no checkpoints.
+        stateful: Objects by name whose state is saved and restored, such as meters, a moving
+            average of the weights, or another handle; as in `CheckpointConfig`.
+        loggers: Where rank 0 records the run, as for `Trainer`.
+        progress: Whether rank 0 shows its progress, as for `Trainer`.
+        audit: When each rank repeats a call of the model, to find hidden state and faulty
+            processors: an `AuditConfig`; True for its defaults, False for never. Nothing else finds
+            state in attributes and globals.
+
+    Returns:
+        The handle of the loop.
+
+    Raises:
+        UsageError: The model or its wrapper has something that cannot be exact.
+        LayoutError: There are more ranks than micro-batches.
+        DisagreementError: The arguments or the models differ between ranks.
+    """
+    if isinstance(optimizer, int):  # exact(model, microbatches, seed)
+        seed = seed if microbatches is None else microbatches
+        microbatches = optimizer
+        optimizer = None
+    if microbatches is None:
+        microbatches = 8
+    require_world()
+    wrap_collective_calls()
+    given = Given.of(model)
+    optimizers = _list(optimizer)
+    parallel = _make_parallel_context(given, microbatches)
+    _reject(given, parallel)
+    _warn_of_threads(parallel)
+    description = _compare(given, parallel, seed)
+    if given.wrapper is None and given.mesh is None and parallel.replicas > 1:
+        broadcast_weights(given.module, parallel.group, parallel.device)
+    optimization = _take_optimizers(given.module, optimizers, _list(scheduler))
+    setup, gradients = _set_up(given, parallel, optimization, description, seed)
+    config = _read_checkpoint(checkpoint, stateful, optimizers)
+    update, weights = ScriptUpdate(), GivenWeights()
+    options = EngineOptions(
+        seed=seed,
+        settings={"microbatches": str(microbatches), "seed": str(seed)},
+        loggers=loggers,
+        checkpoint=config,
+        progress=progress,
+        audit=read_audit(audit),
+        is_exact=True,
+        hooks=[weights],
+        has_optimizers=bool(optimizers),
+    )
+    engine = Engine(setup, parallel, options, update)
+    steps = ScriptSteps(
+        engine.steps,
+        update,
+        weights,
+        setup.executor.parameters,
+        gradients,
+        given.wrapper,
+        partial(_follow, optimization, bool(config) or membership() is not None),
+    )
+    shards = None if given.mesh is None else given.mesh.shards
+
+    def clip(gradients: Sequence[torch.Tensor], max_norm: float, about: str) -> float:
+        return clip_grad_norm_(gradients, max_norm, shards, about)
+
+    handle = Exact(engine, steps, given.called, clip, _refuse_flat_loop(config))
+    engine.end.settle = steps.settle
+    _attached.add(given.module)
+    if not engine.is_in_session and engine.run.is_resuming:
+        handle.resume()
+    return handle
+
+
+def _list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+# --- the layout -----------------------------------------------------------------------------
+
+
+def _make_parallel_context(given: Given, microbatches: int) -> ParallelContext:
+    """Return the layout: the ranks of the wrapper, of the mesh, or all ranks."""
+    group = None if given.wrapper is None else given.wrapper.process_group
+    if given.mesh is not None:
+        group = given.mesh.ranks
+    if group is not None and dist.get_process_group_ranks(group) == [*range(dist.get_world_size())]:
+        group = None
+    ranks = dist.get_world_size(group)
+    hosts: Hosts = on_one_host(ranks)
+    if given.mesh is not None:
+        hosts = given.mesh.hosts
+    elif group is None:
+        hosts = find_hosts(ranks, 1)
+    parallel = ParallelContext(
+        microbatches=microbatches,
+        rank=dist.get_rank(group),
+        hosts=hosts,
+        device=next(given.module.parameters()).device,
+        group=group,
+        peers=group,
+        messages=GroupMessages(group),
+        make_buffer_exchange=partial(GroupExchange, group),
+        is_interleaved=given.mesh is not None,
+    )
+    parallel.count_ignored = None  # the loss is the script's own
+    return parallel
+
+
+def _reject(given: Given, parallel: ParallelContext) -> None:
+    """Raise UsageError for what cannot be exact."""
+    module, wrapper = given.module, given.wrapper
+    session = current_session()
+    if session is not None:
+        pipeline, is_shared = session.options(module, PipelineConfig())
+        if pipeline.stages > 1 or is_shared:
+            raise LayoutError("ls.exact trains whole models, without stages or shared parameters")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UsageError("ls.exact got a model without trainable parameters")
+    if module in _attached:
+        raise UsageError("ls.exact was called before with this model: use the handle it returned")
+    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        raise UsageError(
+            "ls.exact cannot train SyncBatchNorm, whose statistics depend on the number of ranks: "
+            "use BatchNorm, whose statistics are those of each micro-batch"
+        )
+    reject_unsupported_modules({"model": module}, allows_shards=given.mesh is not None)
+    if membership() is not None:
+        if _attached:
+            raise UsageError(
+                "ls.exact trains one model in an elastic run, and this is the second handle: train "
+                "without --min and --max, or put both models into one module"
+            )
+        if wrapper is not None:
+            raise UsageError(
+                "ls.exact got a DistributedDataParallel in an elastic run, whose ranks come and "
+                "go: pass the model itself"
+            )
+        if given.mesh is not None:
+            raise UsageError(
+                "ls.exact got a model sharded by fully_shard in an elastic run, and the shards of "
+                'a lost rank cannot be replaced: use ls.Trainer with storage="sharded", or train '
+                "without --min and --max"
+            )
+    if wrapper is None:
+        return
+    refused = {
+        "a communication hook": wrapper._comm_hooks,
+        "mixed_precision": wrapper.mixed_precision,
+        "ignored or delayed parameters": wrapper.parameters_to_ignore,
+    }
+    for name, value in refused.items():
+        if value:
+            raise UsageError(
+                f"ls.exact cannot train a DistributedDataParallel with {name}: leave it out"
+            )
+
+
+def _warn_of_threads(parallel: ParallelContext) -> None:
+    if parallel.threads > 1 and parallel.rank == 0:
+        log(
+            f"ls.exact: bits depend on the number of intra-op threads, here {parallel.threads}, "
+            "which launchers set (OMP_NUM_THREADS): call torch.set_num_threads(1), or use the "
+            "same number on any number of ranks"
+        )
+
+
+def _compare(given: Given, parallel: ParallelContext, seed: int) -> dict[str, str]:
+    """Compare the arguments and the model on all ranks; return their description."""
+    description = describe_tensors("model", given.module)
+    if parallel.replicas > 1:
+        settings = {
+            "microbatches": f"{parallel.microbatches}",
+            "seed": f"{seed}",
+            "intra-op threads": f"{parallel.threads}",
+        }
+        verify_across_ranks(
+            "the model of ls.exact",
+            settings | describe_arithmetic() | description,
+            "pass the same arguments and the same model to ls.exact on every rank",
+            parallel.group,
+        )
+    return description
+
+
+# --- the optimizers -------------------------------------------------------------------------
+
+
+def _take_optimizers(
+    module: nn.Module, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
+) -> Optimization:
+    """Return the optimizers that the script has made, with their schedulers."""
+    schedules = []
+    for optimizer in optimizers:
+        own = [one for one in schedulers if getattr(one, "optimizer", None) is optimizer]
+        schedules.append(_take_optimizer(optimizer, next(iter(own), None)))
+    known = [schedule.scheduler for schedule in schedules]
+    for scheduler in schedulers:
+        if scheduler not in known:
+            raise UsageError(
+                f"ls.exact got a {type(scheduler).__name__} of an optimizer that it does not have: "
+                "pass the optimizers, too, and one scheduler for each of them"
+            )
+    return Optimization(module, schedules, None, is_combined=True)
+
+
+def _take_optimizer(optimizer: Optimizer, scheduler: Any = None) -> LearningRateSchedule:
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"ls.exact got a {type(optimizer).__name__} as optimizer: pass the object whose step() "
+            "your loop calls, or a list of several"
+        )
+    make_scheduler = None if scheduler is None else (lambda _: scheduler)
+    config = OptimizerConfig(
+        lambda _: optimizer, scheduler=make_scheduler, scheduler_interval="manual"
+    )
+    return LearningRateSchedule(config, optimizer)
+
+
+def _follow(optimization: Optimization, is_resumable: bool, optimizer: Optimizer) -> None:
+    """Take part in the steps of an optimizer that steps for the first time."""
+    if optimizer in optimization.optimizers:
+        return
+    if is_resumable:
+        raise UsageError(
+            f"a {type(optimizer).__name__} that ls.exact does not know steps the model, and would "
+            "be missing in checkpoints: pass all optimizers, as in ls.exact(model, [first, second])"
+        )
+    optimization.add(_take_optimizer(optimizer))
+
+
+def _read_checkpoint(
+    checkpoint: CheckpointConfig | bool | None,
+    stateful: Mapping[str, Stateful] | None,
+    optimizers: Sequence[Optimizer],
+) -> CheckpointConfig | None:
+    """Return the settings of checkpoints, with the objects of `stateful`."""
+    config = CheckpointConfig() if checkpoint is True else (checkpoint or None)
+    if (config is not None or membership() is not None) and not optimizers:
+        raise UsageError(
+            "ls.exact needs the optimizers to save and to continue a training: write "
+            "ls.exact(model, optimizer, microbatches=...)"
+        )
+    if config is None or not stateful:
+        return config
+    return replace(config, stateful={**config.stateful, **stateful})
+
+
+def _refuse_flat_loop(config: CheckpointConfig | None) -> str:
+    """Return why a loop over micro-batches cannot be continued; "" if it need not be."""
+    if membership() is not None:
+        what = "an elastic run"
+    elif config is not None:
+        what = "a run with checkpoint="
+    else:
+        return ""
+    return (
+        f"{what} continues in the middle of an epoch, which exact.microbatches and exact.sampler "
+        "cannot: write `for batch in exact.batches(dataset, batch_size):` and a loop over each "
+        "batch, or save exact.state_dict() by yourself"
+    )
+
+
+# --- the executor ---------------------------------------------------------------------------
+
+
+def _set_up(
+    given: Given,
+    parallel: ParallelContext,
+    optimization: Optimization,
+    description: Mapping[str, str],
+    seed: int,
+) -> tuple[ModelSetup, GradientReducer | ShardedGradients]:
+    """Return the model with its executor and its checks, and the sums of its gradients."""
+    module = given.module
+    named = list(module.named_parameters())
+    gradients: GradientReducer | ShardedGradients
+    if given.mesh is not None:
+        gradients = ShardedGradients(named, module)
+    else:
+        sparse = sparse_weights(module.modules())
+        gradients = GradientReducer(
+            named,
+            parallel.group,
+            modules=[module],
+            sparse=sparse,
+            keeps_sums=membership() is not None,
+        )
+    blocks = find_block_names(given.inner, None)
+    executor = ScriptExecutor(parallel, given.inner, module, gradients, blocks, {}, seed)
+    modules = {"": module}
+    combined = optimization.optimizer
+    state_check = StateMutationCheck(modules, HeldParameters(modules, optimizer=combined))
+    is_elastic = membership() is not None
+    hyperparameters = HyperparameterCheck(
+        {"model": module}, combined, parallel.group, is_elastic=is_elastic
+    )
+    settings = dict(description)
+    for number, optimizer in enumerate(optimization.optimizers):
+        suffix = "" if len(optimization.optimizers) == 1 else f"[{number}]"
+        settings |= describe_optimizer(f"optimizer{suffix}", optimizer, optimization.names)
+    setup = ModelSetup(
+        model=given.inner,
+        module=module,
+        optimization=optimization,
+        executor=executor,
+        state_check=state_check,
+        settings=settings,
+        checks=[*([hyperparameters] if hyperparameters.is_needed else []), state_check],
+    )
+    return setup, gradients

@@ -1,0 +1,149 @@
+"""`exact.batches`: a loop over batches, with one over micro-batches in it, is the trainer's step.
+
+The digests, losses, norms and records of the trainer are the reference, on every number of ranks.
+"""
+
+import random
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import lockstep as ls
+
+SEED, MICROBATCHES = 11, 4
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+def accuracy(outputs, targets):
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def network(seed=1):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Dropout(0.3), nn.Linear(12, 3)
+    )
+
+
+def rows(samples=56):
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(samples, 6, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
+
+
+class Augmented(Dataset):
+    """Samples that draw from every global generator."""
+
+    def __init__(self):
+        self.rows = rows()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        inputs, target = self.rows[index]
+        noise = torch.randn(6) + random.random() + float(numpy.random.rand())
+        return inputs + 0.1 * noise, target
+
+
+class Stream(IterableDataset):
+    """Rows without a length."""
+
+    def __iter__(self):
+        yield from rows(40)
+
+
+class Buckets:
+    """Batches of different sizes."""
+
+    def __iter__(self):
+        order = torch.randperm(56).tolist()
+        yield from (order[:16], order[16:25], order[25:56])
+
+    def __len__(self):
+        return 3
+
+
+DATA = {
+    "rows": lambda: {"dataset": rows(), "batch_size": 20},
+    "augmented": lambda: {"dataset": Augmented(), "batch_size": 20},
+    "workers": lambda: {"dataset": Augmented(), "batch_size": 20, "num_workers": 1},
+    "loader": lambda: {"dataset": DataLoader(Augmented(), 20, shuffle=True)},
+    "stream": lambda: {"dataset": Stream(), "batch_size": 16},
+    "buckets": lambda: {"dataset": rows(), "batch_sampler": Buckets()},
+}
+WRAPPERS = {"bare": lambda model: model, "wrapped": DistributedDataParallel}
+
+
+def train_trainer(data):
+    trainer = ls.Trainer(
+        network(),
+        nn.CrossEntropyLoss(),
+        ADAMW,
+        microbatches=MICROBATCHES,
+        seed=SEED,
+        loggers=[],
+        progress=False,
+        metrics={"accuracy": accuracy},
+    )
+    steps = []
+    for epoch in range(2):
+        for batch in trainer.batches(**DATA[data](), epoch=epoch):
+            trainer.step(batch)
+            last = trainer.last_result
+            steps.append((last.loss.hex(), last.norm.hex(), last.metrics["accuracy"]))
+    evaluation = trainer.evaluate(rows(33), 16)
+    return steps, trainer.digest(), trainer.optimizer_digest(), vars(evaluation)
+
+
+def train_nested(data, wrapper):
+    model = network()
+    model[0].weight.data.add_(ls.rank())  # all ranks get the weights of rank 0
+    called = WRAPPERS[wrapper](model)
+    optimizer = ADAMW(model.parameters())
+    exact = ls.exact(
+        called, optimizer, microbatches=MICROBATCHES, seed=SEED, loggers=[], progress=False
+    )
+    steps, loss_function = [], nn.CrossEntropyLoss()
+    for epoch in range(2):
+        batches = exact.batches(**DATA[data](), epoch=epoch)
+        for batch in batches:
+            for inputs, targets in batch:
+                outputs = called(inputs)
+                batch.backward(loss_function(outputs, targets))
+                batch.log("accuracy", accuracy(outputs, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append((batch.loss.hex(), batch.norm.hex(), batch.metrics["accuracy"]))
+        if data != "stream":
+            assert len(batches) == 3
+    evaluation = exact.evaluate(rows(33), 16, loss=loss_function, metrics={"accuracy": accuracy})
+    return steps, exact.digest(), exact.optimizer_digest(), vars(evaluation)
+
+
+def train_all():
+    found = {}
+    for data in DATA:
+        random.seed(5)
+        expected = train_trainer(data)
+        for wrapper in WRAPPERS:
+            found[data, wrapper] = train_nested(data, wrapper) == expected, expected
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(ranks):
+    return {n: ranks(train_all, n) for n in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_nested_loop_has_the_results_of_the_trainer(trained, n):
+    for found in trained[n]:
+        for case, (is_equal, expected) in found.items():
+            assert is_equal, case
+            assert expected == trained[1][0][case][1], case
