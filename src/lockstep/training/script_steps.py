@@ -194,6 +194,10 @@ class ScriptSteps:
             opened.fail(error)
         self._left = error
 
+    def forget_left(self) -> None:
+        """Let the next step begin, though the last one was left early."""
+        self._left = None
+
     def fail(self, error: BaseException) -> None:
         """Undo the step after an exception, and raise it, unless the step has to be repeated."""
         opened, self.opened = self.opened, None
@@ -234,8 +238,6 @@ class ScriptSteps:
         if self._wrapper is not None:
             self._wrapper.require_backward_grad_sync = False
             self._wrapper.require_forward_param_sync = False
-            # Otherwise it would connect all outputs, and the graph of a loss would contain others.
-            self._wrapper.find_unused_parameters = False
             # Otherwise it would connect all outputs, and the graph of a loss would contain others.
             self._wrapper.find_unused_parameters = False
             if self._wrapper.static_graph:
