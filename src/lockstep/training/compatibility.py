@@ -177,7 +177,7 @@ def log_continued(
         return  # the state of a trainer that this one is registered with or comes after
     advice = ""
     if path is None:
-        advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig() to the trainer"
+        advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig()"
         source = "the beginning: no checkpoint"
     elif origin.state is not None:
         source = f"step {steps}, handed over by {format_numbered('member', origin.writers)}"

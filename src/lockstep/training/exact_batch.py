@@ -93,7 +93,8 @@ class ExactBatch:
             share: The factor of the loss in that of the batch, the same for any number of ranks.
                 None: the micro-batch's share of the samples.
             weight: What the mean divides by instead of the samples, such as the number of tokens;
-                losses and gradients are divided by the sum of all weights of the batch.
+                losses and gradients are divided by the sum of all weights of the batch. Of a
+                micro-batch with weight 0, loss and gradients are left out.
             scaler: The scaler of a loss in float16; `loss` is then not scaled yet.
             final: Whether this is the only backward of the micro-batch. Pass False to each call
                 if there are several, whose losses are added.
@@ -112,6 +113,10 @@ class ExactBatch:
             )
         if weight is not None:
             self._steps.weights.given[index] = share = float(weight)
+        if weight == 0:  # such as a mean over no tokens, which is not a number
+            loop.is_skipped = True
+            self._final = index
+            return
         scaled = None
         if scaler is not None:
             scaled = scaler.scale(loss)
@@ -123,7 +128,8 @@ class ExactBatch:
     def log(self, name: str, value: Any, weight: float | None = None) -> None:
         """Add a value of the current micro-batch to a mean over the whole batch.
 
-        The means of all ranks are in `metrics` after the iteration, and in the record.
+        The means of all ranks are in `metrics` after the iteration, and in the record. Values of a
+        micro-batch with weight 0 are left out.
 
         Args:
             name: The name, such as "accuracy".

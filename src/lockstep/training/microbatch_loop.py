@@ -108,6 +108,7 @@ class MicrobatchLoop:
         kept: What this rank has computed in an earlier attempt; None: nothing.
         is_first_of_round: Whether the ranks agree on what is left of the step first.
         current: The micro-batch that is being computed; None between them.
+        is_skipped: Whether the script gave it the weight 0.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class MicrobatchLoop:
         self.kept: KeptWork | None = None
         self.is_first_of_round = False
         self.current: ComputedMicrobatch | None = None
+        self.is_skipped = False
         self._watched = -1  # the micro-batch in whose backward buckets are launched
         self._has_buffers = bool(buffers.slots)
         self._is_on_cpu = parallel.device_type == "cpu"
@@ -209,6 +211,9 @@ class MicrobatchLoop:
             else:
                 with autocast:
                     yield data
+            if self.is_skipped:
+                self.skip()
+                continue
             if not self.current.losses:
                 raise UsageError(
                     f"{self.place}: step.backward(loss) was not called: write it instead of "
@@ -300,6 +305,7 @@ class MicrobatchLoop:
         if self._has_buffers:
             self.buffers.collect(microbatch.index, microbatch.size / self.step.samples)
         self._sums.skip(microbatch.index)
+        self.is_skipped = False
         self.current = None
         self.place = self._first_place
 

@@ -84,7 +84,7 @@ class ResumableRun:
         if is_first and checkpoints is None and may_lose and parallel.rank == 0:
             log(
                 'storage="sharded": if a rank is killed, this training begins again, because its '
-                "shards are lost: pass checkpoint=ls.CheckpointConfig() to the trainer"
+                "shards are lost: pass checkpoint=ls.CheckpointConfig()"
             )
         self._position.is_state_transferred = (
             self._origin is not None and self._origin.state is not None
@@ -121,8 +121,8 @@ class ResumableRun:
         checkpoints = self._checkpoints
         if checkpoints is None:
             raise UsageError(
-                "trainer.resume() needs the folder and the objects of checkpoints: pass "
-                "checkpoint=ls.CheckpointConfig() to the trainer"
+                "resume() needs the folder and the objects of checkpoints: pass "
+                "checkpoint=ls.CheckpointConfig()"
             )
         checkpoints.select(place)
         differences: list[str] = []
@@ -282,7 +282,7 @@ class ResumableRun:
         self.begin()
         if self._position.is_replaying:
             raise UsageError(
-                "trainer.predict() before the place where the run was interrupted: the weights of "
+                "predict() before the place where the run was interrupted: the weights of "
                 "that time are not kept; write `if not trainer.is_replaying:` before the call"
             )
 
@@ -323,7 +323,7 @@ class ResumableRun:
             if self._origin is None and not self._position.has_joined:
                 raise
             log(
-                f"the trainer.{name}() of an earlier step is known only to a process that was "
+                f"the {name}() of an earlier step is known only to a process that was "
                 f"lost: this is the one after {self.resumed_from} steps; write "
                 "`if not trainer.is_replaying:` before the call"
             )

@@ -211,7 +211,7 @@ class RunCheckpoints:
         if self._due_since is not None and steps - self._due_since == 200:
             log(
                 f"no checkpoint could be saved since step {self._due_since}: a loop over "
-                "trainer.batches(...) was begun and has not asked for its next batch; checkpoints "
+                "batches(...) was begun and has not asked for its next batch; checkpoints "
                 "are saved between its batches"
             )
 
@@ -404,8 +404,8 @@ class RunCheckpoints:
     def _find(self, place: str | Path | None) -> str:
         if place is None and not self._has_name:
             raise UsageError(
-                "trainer.resume() needs to know which run: trainer.resume('runs/NAME'), or give "
-                "the trainer a folder that stays the same, loggers='runs/NAME'"
+                "resume() needs to know which run: resume('runs/NAME'), or record the run in a "
+                "folder that stays the same, loggers='runs/NAME'"
             )
         path, folder = (None, self.folder) if place is None else locate_checkpoint(place)
         if path is not None:

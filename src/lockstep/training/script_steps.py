@@ -187,8 +187,8 @@ class ScriptSteps:
         self.opened = None
         loop: MicrobatchLoop = opened.loop
         error = UsageError(
-            f"{loop.place}: the loop was left before the last micro-batch of the batch: train on "
-            "all micro-batches of each batch, on every rank"
+            f"{loop.place}: the loop was left before the last micro-batch of the batch, by break "
+            "or an exception: train on all micro-batches of each batch, on every rank"
         )
         with suppress(UsageError):
             opened.fail(error)
@@ -213,8 +213,10 @@ class ScriptSteps:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 local_part(parameter.grad).div_(total)
+        # Divided after the sum, since the nodes that ranks hold depend on their number.
+        loss = summary.sum_losses() / total
         summary = summary._replace(
-            nodes=[(low, high, value / total) for low, high, value in summary.nodes],
+            nodes=[(0, summary.leaves, loss)],
             losses=[(leaf, loss / total) for leaf, loss in summary.losses],
         )
         opened.prepared = PreparedStep(step, summary, norm / total)
