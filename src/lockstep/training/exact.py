@@ -306,6 +306,15 @@ class Exact(Services):
             self._flat.go_to(self._start)
         return self._flat
 
+    def leave(self) -> None:
+        """Undo a step that was left in the middle of its batch, such as after an exception.
+
+        `microbatches` calls it. A loop that calls `begin` has to call it if it catches exceptions;
+        otherwise the step stays open. The next step raises UsageError, unless a state is loaded.
+        """
+        if self._flat is not None:
+            self._flat.leave()
+
     def refuse_audit(self, reason: str) -> None:
         """Never call the model again, for a loop whose model counts its calls.
 
@@ -358,6 +367,7 @@ class Exact(Services):
                 )
         if "model" in state:
             super().load_state_dict(state)
+        self._script_steps.forget_left()  # the state says where the training goes on
         if "step" in state:
             self.engine.state.position.steps = state["step"]
             self._start = state["epoch"], state["batch"]

@@ -237,9 +237,15 @@ class FlatLoop:
 
     # --- what autograd and the model call ------------------------------------------------------
 
+    @property
+    def _is_nested(self) -> bool:
+        """Whether the open step is that of a nested loop, with the same handle."""
+        opened = self._steps.opened
+        return opened is not None and opened.prepared is None and self._loop is None
+
     def before_forward(self, arguments: Arguments) -> Arguments | None:
         """Begin a micro-batch at its first forward in training, unless `begin` was called."""
-        if not torch.is_grad_enabled() or not self._steps.is_trainable:
+        if not torch.is_grad_enabled() or not self._steps.is_trainable or self._is_nested:
             return None
         if self._current is None and self._model.training and self._sampler is not None:
             is_here = LoadedHere.restore is None  # otherwise loading has seeded the generators
@@ -261,7 +267,7 @@ class FlatLoop:
 
     def begin_backward(self) -> None:
         """Refuse a second backward of a micro-batch."""
-        if self._current is None:
+        if self._current is None and not self._is_nested:
             raise UsageError(
                 f"{self._steps.place}: a second backward began after that of a micro-batch: add "
                 "its losses, and call backward once"

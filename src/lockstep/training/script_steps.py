@@ -196,6 +196,10 @@ class ScriptSteps:
             opened.fail(error)
         self._left = error
 
+    def forget_left(self) -> None:
+        """Let the next step begin, though the last one was left early."""
+        self._left = None
+
     def fail(self, error: BaseException) -> None:
         """Undo the step after an exception, and raise it, unless the step has to be repeated."""
         opened, self.opened = self.opened, None
