@@ -4,6 +4,8 @@ Each loop is trained on 1, 2 and 3 ranks. Where `ls.Trainer` can do the same, it
 """
 
 import math
+import os
+import signal
 from functools import partial
 
 import pytest
@@ -14,8 +16,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.kernel.errors import UsageError
 from lockstep.record.reader import read_run
+from lockstep.training import exact_setup
 
 SEED, MICROBATCHES, BATCH = 5, 4, 16
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -379,3 +383,84 @@ def test_a_loop_has_a_record(ranks, tmp_path, n):
     assert all(epoch["evaluation"]["samples"] == 20 for epoch in run.epochs)
     assert run.end["state"] == "done"
     assert run.end["digest"] == digest
+
+
+class Meter:
+    """An object of the script that is saved with the training."""
+
+    def __init__(self):
+        self.losses = []
+
+    def state_dict(self):
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state):
+        self.losses = list(state["losses"])
+
+
+def stop_and_resume(folder, *, stops, is_resumed):
+    """Train two epochs; a SIGTERM comes to the last rank in the middle of the fourth step."""
+    model, meter = network(), Meter()
+    optimizer = ADAMW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    exact = ls.exact(
+        model, optimizer, microbatches=MICROBATCHES, seed=SEED, scheduler=scheduler, progress=False,
+        checkpoint=True, stateful={"meter": meter}, loggers=str(folder),
+    )  # fmt: skip
+    if is_resumed:
+        exact.resume()
+    evaluations = []
+    try:
+        for epoch in range(2):
+            for batch in exact.batches(rows(), BATCH, epoch=epoch):
+                for inputs, targets in batch:
+                    noise = torch.randn_like(inputs)  # drawn by the loop
+                    batch.backward(F.cross_entropy(model(inputs + 0.1 * noise), targets))
+                    if stops and exact.steps == 3 and ls.rank() == ls.world_size() - 1:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                update(optimizer)
+                scheduler.step()
+                meter.losses.append(batch.loss)
+            evaluations.append(exact.evaluate(rows(20), 8, loss=nn.CrossEntropyLoss()).loss)
+    except StoppedOnRequest as stop:
+        return stop.code, exact.steps
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    exact.finish()
+    assert exact.resumed_from == (4 if is_resumed else None)
+    return exact.digest(), exact.optimizer_digest(), exact.steps, evaluations, meter.losses
+
+
+def test_a_loop_stops_on_request_and_resumes_on_other_ranks(ranks, tmp_path):
+    options = {"stops": False, "is_resumed": False}
+    (whole,) = ranks(partial(stop_and_resume, tmp_path / "whole", **options), 1)
+    options["stops"] = True
+    for found in ranks(partial(stop_and_resume, tmp_path / "run", **options), 2):
+        assert found == (75, 4)
+    assert read_run(tmp_path / "run").state == "stopped"
+    options = {"stops": False, "is_resumed": True}
+    for found in ranks(partial(stop_and_resume, tmp_path / "run", **options), 3):
+        assert found == whole
+    assert len(read_run(tmp_path / "run").steps) == 6
+
+
+# --- what an elastic run refuses -----------------------------------------------------------------
+
+
+def test_an_elastic_run_refuses_what_it_cannot_replace(monkeypatch):
+    """Each sentence is raised before anything is communicated."""
+    model = network()
+    ls.init()
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(network())
+        sharded = network()
+        fully_shard(sharded)
+        monkeypatch.setattr(exact_setup, "membership", object)
+        for given, said in ((wrapped, "pass the model itself"), (sharded, "shards of a lost rank")):
+            with pytest.raises(UsageError, match=said):
+                ls.exact(given, SGD(given.parameters()), microbatches=MICROBATCHES)
+        monkeypatch.setattr(exact_setup, "_attached", {network()})
+        with pytest.raises(UsageError, match="one model in an elastic run"):
+            ls.exact(model, SGD(model.parameters()), microbatches=MICROBATCHES)
+    finally:
+        ls.shutdown()

@@ -294,6 +294,16 @@ def train_twice():
     exact.weigh(model(torch.ones(2, 6)).sum()).backward()
 
 
+def leave_before_the_first_call():
+    model = shard(nn.Linear(6, 10), dist.group.WORLD)
+    exact = ls.exact(model, microbatches=2, loggers=())
+    data = TensorDataset(torch.ones(2, 6))
+    for _ in range(2):
+        for batch in exact.batches(data, batch_size=2):
+            for _ in batch:
+                break
+
+
 def train_clipped_by_torch():
     model = shard(nn.Sequential(nn.Linear(6, 10)), dist.group.WORLD)
     exact = ls.exact(model, microbatches=2)
@@ -423,7 +433,13 @@ def shard_root(model):
 
 def refusals():
     actions = [train_twice, train_clipped_by_torch, wrap_a_part, train_writing, train_skipping]
-    actions += [train_without_weights, make_scalar, make_hook, hook_late]
+    actions += [
+        leave_before_the_first_call,
+        train_without_weights,
+        make_scalar,
+        make_hook,
+        hook_late,
+    ]
     if dist.get_world_size() > 1:
         actions.append(shard_descending)
         actions.append(train_other_modules)  # the last one: torch's module is left in its backward
@@ -438,6 +454,7 @@ def test_what_cannot_be_exact_is_refused_on_every_rank(ranks, n):
         assert "the parameter scale is not sharded" in found["wrap_a_part"]
         assert "the parameter head.weight was written" in found["train_writing"]
         assert "the gradients of an input of block, which" in found["train_skipping"]
+        assert "the loop was left before the last" in found["leave_before_the_first_call"]
         assert "2 micro-batches, 1 of them with a weight of 0" in found["train_without_weights"]
         assert "the parameter scale, which has no dimension" in found["make_scalar"]
         assert "the parameter weight has a hook" in found["make_hook"]

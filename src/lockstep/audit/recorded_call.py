@@ -112,6 +112,7 @@ class RecordedCall:
         self.watch.begin()
         self._reason, self._pass = "", -1
         self._roots = set[int]()
+        self._buffers_at_end: list[int] | None = None  # of backward
         self._received: dict[int, tuple[torch.Tensor, int]] = {}  # by the number of the output
         self._inputs: list[torch.Tensor] = []  # of the last repetition, if they require gradients
         self._knows_inputs = False
@@ -166,7 +167,14 @@ class RecordedCall:
         gathered = (one for module in self._modules.values() for one in module.parameters())
         parameters = {*map(id, self._named.values()), *map(id, gathered)}
         self._roots = _find_roots(self._edges, parameters, map(_get_edge, starts))
+        self._buffers_at_end = None
+        end = weakref.WeakMethod(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_call_weakly, end))
         self._seed_backward = remembered(self._device, everything=True)
+
+    def _end_backward(self) -> None:
+        # Activations that are computed again may have written to buffers.
+        self._buffers_at_end = self._hash_buffers()
 
     def finish(self, inputs: Sequence[torch.Tensor | None] = ()) -> dict[str, int]:
         """Return the hashes of the results, at the end of the backward pass.
@@ -180,6 +188,8 @@ class RecordedCall:
         has_gradients = any(parameter.grad is not None for parameter in self._named.values())
         if self._reason or (has_gradients and not self._roots):
             raise CannotRepeatError(self._reason or HIDDEN)
+        if self._buffers_at_end not in (None, self._hash_buffers()):
+            raise CannotRepeatError("buffers change between backward and the end of a micro-batch")
         for index in sorted(self._roots):
             if (gradient := self._gradients.get(index)) is not None:
                 self._received[index] = gradient, checksum(gradient)
@@ -310,6 +320,11 @@ def _pass_on(
 ) -> None:
     if (keep := receive()) is not None:
         keep(index, received[number])
+
+
+def _call_weakly(method: Callable[[], Any]) -> None:
+    if (call := method()) is not None:
+        call()
 
 
 def _replace(number: int, gradient: torch.Tensor, received: Sequence[Any]) -> tuple[Any, ...]:

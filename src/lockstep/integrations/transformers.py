@@ -37,6 +37,7 @@ from lockstep.integrations.microbatch_loader import (
     MicrobatchLoader,
     find_gather,
     find_place,
+    leaving,
 )
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
@@ -225,7 +226,7 @@ class ExactTrainer(Trainer):
         """Compute this rank's micro-batches; return the loss of the whole batch on every rank."""
         assert self.exact is not None
         self._parts = []
-        with self._as_one_process():
+        with self._as_one_process(), leaving(self.exact):
             for microbatch, share in zip(inputs, self._shares, strict=True):
                 self._share = share
                 self.exact.begin()

@@ -258,13 +258,14 @@ def world() -> World:
     return _current
 
 
-def require_world() -> World:
-    """Return the world; join it with the present number of threads if `init` was not called.
+def require_world(threads: int = 1) -> World:
+    """Return the world; join it if `init` was not called.
 
-    A default process group that exists already is adopted.
+    Args:
+        threads: As for `init`.
     """
     if _current is None or not dist.is_initialized():
-        return init(threads=torch.get_num_threads())
+        return init(threads=threads)
     return _current
 
 

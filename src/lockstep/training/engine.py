@@ -58,7 +58,11 @@ from lockstep.training.run_record import LoggerLike, RunRecord
 from lockstep.training.sharded_optimizer import SharedStateCheck
 from lockstep.training.sharded_step import choose_squares
 from lockstep.training.state import TrainingState, begin_position
-from lockstep.training.step_environment import CollectiveCallCheck, KernelSettings
+from lockstep.training.step_environment import (
+    CollectiveCallCheck,
+    GatheredParameters,
+    KernelSettings,
+)
 from lockstep.training.step_operation import StepOperation
 from lockstep.training.step_usage import StepUsage
 from lockstep.training.trainer_hooks import (
@@ -237,6 +241,9 @@ class Engine:
         position, optimization = setup.executor.position, setup.optimization
         settings = KernelSettings(setup.model, may_overlap=self.options.is_exact)
         hooks: list[StepHook] = [settings, CollectiveCallCheck(position)]
+        executor = setup.executor
+        if isinstance(executor, WholeModelExecutor) and executor.sharded is not None:
+            hooks.append(GatheredParameters(executor.sharded))
         if optimization.sharded is not None:
             hooks.append(SharedStateCheck(optimization.sharded, setup.state_check.held))
         hooks += setup.checks

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful
+from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful, read_checkpoint
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import Hosts, on_one_host
 from lockstep.data_parallel.gradient_reducer import GradientReducer
@@ -149,7 +149,7 @@ def exact(
         optimizer = None
     if microbatches is None:
         microbatches = 8
-    require_world()
+    require_world(threads=torch.get_num_threads())  # those of the script so far
     wrap_collective_calls()
     given = Given.of(model)
     optimizers = _list(optimizer)
@@ -180,7 +180,7 @@ def exact(
         update,
         weights,
         setup.executor.parameters,
-        gradients,
+        gradients.sample if isinstance(gradients, ShardedGradients) else None,
         given.wrapper,
         partial(_follow, optimization, bool(config) or membership() is not None),
     )
@@ -362,7 +362,7 @@ def _read_checkpoint(
     optimizers: Sequence[Optimizer],
 ) -> CheckpointConfig | None:
     """Return the settings of checkpoints, with the objects of `stateful`."""
-    config = CheckpointConfig() if checkpoint is True else (checkpoint or None)
+    config = read_checkpoint(checkpoint)
     if (config is not None or membership() is not None) and not optimizers:
         raise UsageError(
             "ls.exact needs the optimizers to save and to continue a training: write "

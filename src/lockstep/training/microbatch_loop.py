@@ -86,9 +86,6 @@ class CollectedGradients(GradientSums, Protocol):
     def launch_remaining(self) -> None:
         """Begin to exchange the sums that are complete."""
 
-    def sample(self) -> torch.Tensor:
-        """Return some elements of the sums, to find changes that depend on the number of ranks."""
-
 
 class MicrobatchLoop:
     """The loop of one step; use it as `ManualStep` describes.

@@ -80,6 +80,11 @@ class WholeModelExecutor:
         self.owned_parameters = list(self.parameters) if is_sharded else self.parameters
         self.placement = None
 
+    @property
+    def sharded(self) -> ShardedModel | None:
+        """The gradients of a model that is sharded; None: it is not."""
+        return cast(ShardedModel, self._gradients) if self._parallel.is_interleaved else None
+
     def enter_group(self) -> None:
         """Discard the plans made for the ranks of an earlier group."""
         self._gradients.enter_group()
@@ -177,9 +182,7 @@ class WholeModelExecutor:
         """Return the calls of the model, which the script makes in a manual step."""
         assert self._loop is not None
         modules, watch = {"": self._module}, partial(watch_calls, self._called)
-        buffers, sharded = self._loop.buffers, None
-        if self._parallel.is_interleaved:
-            sharded = cast(ShardedModel, self._gradients)
+        buffers, sharded = self._loop.buffers, self.sharded
         return [
             WatchedCalls(0, modules, self._scopes, buffers, self._called, watch, sharded=sharded)
         ]
