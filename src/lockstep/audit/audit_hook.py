@@ -74,11 +74,10 @@ class _OneMicrobatch(ReplicaShare):
         return (ReplicaShare.pieces(every, samples)[self.index],)
 
 
+# It has many attributes: what one step computes, repeats and compares is kept until all ranks
+# know the verdict.
 class Audit(StepHook):
     """The hook that audits some steps of a trainer.
-
-    It has many attributes: what one step computes, repeats and compares is kept until all ranks
-    know the verdict.
 
     Args:
         config: The settings.
@@ -184,7 +183,7 @@ class Audit(StepHook):
     ) -> list[AuditPlan]:
         """Return the plans of the micro-batches that are repeated together, the suspect first."""
         plan = plan_audit(turn, spans, alone=alone)
-        plans = plan.rotate(spans) if self._parallel.is_interleaved else [plan]
+        plans = plan.rotate(spans) if self._parallel.is_sharded else [plan]
         return sorted(plans, key=lambda plan: plan.microbatch != self._suspect)
 
     @property

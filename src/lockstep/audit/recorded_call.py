@@ -55,10 +55,9 @@ class CannotRepeatError(Exception):
     """The call cannot be repeated, for the reason in the message; that is nobody's mistake."""
 
 
+# It has many attributes: all that a call reads and writes is kept, so that it can be repeated.
 class RecordedCall:
     """One call of some modules and its backward pass.
-
-    It has many attributes: all that a call reads and writes is kept, so that it can be repeated.
 
     Args:
         call: What is called, such as the model below DistributedDataParallel, perhaps compiled.

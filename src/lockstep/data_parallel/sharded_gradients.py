@@ -138,6 +138,7 @@ def find_hook(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
     return ""
 
 
+# It has many methods: a step, an audit and the script between steps each gather and free shards.
 class ShardedGradients:
     """Adds the gradients of one step over its micro-batches and over the ranks.
 

@@ -191,10 +191,9 @@ class _RoundFailed(Exception):
     """Another member died while a round was formed."""
 
 
+# It has many attributes: a decision of the launcher changes most of them at once.
 class Membership:
     """This process as a member of an elastic run.
-
-    It has many attributes: a decision of the launcher changes most of them at once.
 
     Args:
         number: The member's number, which is unique in the run.

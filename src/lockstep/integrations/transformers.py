@@ -56,10 +56,9 @@ RNG_STATES = ("rng_state.pth", "rng_state_0.pth")
 """The files with the generators of rank 0, saved by one process and by several."""
 
 
+# It has many methods: each overrides one of the Trainer's that counts or combines ranks.
 class ExactTrainer(Trainer):
     """A Trainer with the same bits on any number of ranks.
-
-    It has many methods: each overrides one of the Trainer's that counts or combines ranks.
 
     Args:
         *args: The arguments of `Trainer`.

@@ -48,10 +48,9 @@ class Moment(NamedTuple):
     samples: bytes
 
 
+# It has many attributes: what it holds, in the forms that a step compares in few calls.
 class HeldParameters:
     """The modules and parameters that a trainer holds.
-
-    It has many attributes: what it holds, in the forms that a step compares in few calls.
 
     Args:
         modules: The modules that a step calls, by their names in messages.

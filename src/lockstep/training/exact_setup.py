@@ -228,7 +228,7 @@ def _make_parallel_context(given: Given, microbatches: int) -> ParallelContext:
         peers=group,
         messages=GroupMessages(group),
         make_buffer_exchange=partial(GroupExchange, group),
-        is_interleaved=given.mesh is not None,
+        is_sharded=given.mesh is not None,
     )
     parallel.count_ignored = None  # the loss is the script's own
     return parallel

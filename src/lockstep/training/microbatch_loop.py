@@ -87,10 +87,9 @@ class CollectedGradients(GradientSums, Protocol):
         """Begin to exchange the sums that are complete."""
 
 
+# It has many attributes: what a step is given, and the micro-batch that is being computed.
 class MicrobatchLoop:
     """The loop of one step; use it as `ManualStep` describes.
-
-    It has many attributes: what a step is given, and the micro-batch that is being computed.
 
     Attributes:
         step: The context of the step.
@@ -248,7 +247,7 @@ class MicrobatchLoop:
     def open(self, batch: Batch) -> None:
         """Begin to add the gradients of this rank's part of the batch."""
         step, parallel = self.step, self.parallel
-        if parallel.is_interleaved:
+        if parallel.is_sharded:
             parallel.share.require_turns(batch.leaves, len(step.shares))
         self._sums = self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
         self._has_sums = True

@@ -43,10 +43,9 @@ from lockstep.training.unset_variables import explain_unset_variables
 __all__ = ["ResumableRun"]
 
 
+# It has many methods: one for each call of a script that a resumed run answers.
 class ResumableRun:
     """The run of a trainer, which answers the calls of a resumed script.
-
-    It has many methods: one for each call of a script that a resumed run answers.
 
     Args:
         state: The state that is saved and restored.
@@ -80,7 +79,7 @@ class ResumableRun:
         self._origin = find_restart_source()
         is_first = member is not None and self._origin is None and not member.is_waiting
         parallel = state.parallel
-        may_lose = parallel.is_interleaved and len(parallel.hosts) == 1
+        may_lose = parallel.is_sharded and len(parallel.hosts) == 1
         if is_first and checkpoints is None and may_lose and parallel.rank == 0:
             log(
                 'storage="sharded": if a rank is killed, this training begins again, because its '

@@ -53,11 +53,10 @@ __all__ = ["RunCheckpoints", "collect_objects", "restore_objects"]
 _latest: RunCheckpoints | None = None
 
 
+# It has many methods: all ranks decide together which folder is used, when a checkpoint is saved
+# and which one is loaded, and a rank that joins an elastic run adopts all of it at once.
 class RunCheckpoints:
     """The checkpoints of one trainer.
-
-    It has many methods: all ranks decide together which folder is used, when a checkpoint is
-    saved and which one is loaded, and a rank that joins an elastic run adopts all of it at once.
 
     Args:
         config: The settings of the checkpoints.
@@ -274,7 +273,7 @@ class RunCheckpoints:
         rank = self._parallel.rank  # may have changed during the exchange
         self._due_since = None
         self._schedule.saved(steps, time.monotonic())
-        has_shards = self._parallel.is_interleaved
+        has_shards = self._parallel.is_sharded
         if has_shards and rank not in self._parallel.hosts[0]:  # other hosts have the same shards
             return
         if not has_shards and (self._parallel.replica != 0 or not (is_sharded or rank == 0)):

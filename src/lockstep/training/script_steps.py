@@ -49,10 +49,10 @@ class ScriptUpdate:
 
     Attributes:
         rate: The learning rate of the latest step.
-        sharded: None: each rank has its own parameters, or shards of them.
+        shared: None: each rank has its own parameters, or shards of them.
     """
 
-    sharded: SharedUpdate | None = None
+    shared: SharedUpdate | None = None
 
     def __init__(self) -> None:
         self.rate = float("nan")
