@@ -9,6 +9,7 @@ from torch import nn
 from lockstep.checksum import digest
 from lockstep.kernel.errors import UsageError
 from lockstep.model.deferred_init import (
+    Released,
     build,
     build_sequence,
     materialize,
@@ -139,3 +140,14 @@ def test_only_tensors_with_memory_are_moved():
     assert move_to_device(model, "cpu") is model
     assert [each.is_meta for each in model.parameters()] == [True, True, False, False]
     assert torch.equal(model[1].weight, kept)
+
+
+def test_a_model_is_released_twice():
+    """Such as a model on the meta device, of which stages then release the blocks of others."""
+    model = nn.Linear(2, 3)
+    for _ in range(2):
+        release(model, lambda name: False)
+    assert isinstance(model.weight, Released)
+    assert isinstance(model.weight, nn.Parameter)
+    assert model.weight.shape == (3, 2)
+    assert model.weight.is_meta

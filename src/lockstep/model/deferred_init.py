@@ -377,7 +377,9 @@ class ReleasedParameter(Released, nn.Parameter):
 def make_released(tensor: torch.Tensor, path: str) -> Released:
     """Return a released tensor like this one; `path` is its name in messages."""
     kind = ReleasedParameter if isinstance(tensor, nn.Parameter) else Released
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    # Not empty_like, whose result for a tensor that is released already is one, too.
+    size, stride = tensor.shape, tensor.stride()
+    empty = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
     made: Released = torch.Tensor._make_subclass(kind, empty, tensor.requires_grad)
     made.path = path
     made.origin = tensor.origin if isinstance(tensor, Released) else tensor.device
