@@ -9,9 +9,9 @@ from torch import nn
 from lockstep.checksum import digest
 from lockstep.kernel.errors import UsageError
 from lockstep.model.deferred_init import (
-    Released,
     build,
     build_sequence,
+    make_released,
     materialize,
     materialize_block,
     move_to_device,
@@ -142,12 +142,9 @@ def test_only_tensors_with_memory_are_moved():
     assert torch.equal(model[1].weight, kept)
 
 
-def test_a_model_is_released_twice():
-    """Such as a model on the meta device, of which stages then release the blocks of others."""
-    model = nn.Linear(2, 3)
-    for _ in range(2):
-        release(model, lambda name: False)
-    assert isinstance(model.weight, Released)
-    assert isinstance(model.weight, nn.Parameter)
-    assert model.weight.shape == (3, 2)
-    assert model.weight.is_meta
+def test_a_released_parameter_is_released_again():
+    """A copy of a model in stages, and a second trainer of the same blocks, do this."""
+    once = make_released(nn.Parameter(torch.ones(3, 2)), "weight")
+    again = make_released(once, "0.weight")
+    assert type(again) is type(once)
+    assert (again.path, again.origin, again.shape) == ("0.weight", once.origin, once.shape)
