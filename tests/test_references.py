@@ -153,7 +153,7 @@ def test_what_docstrings_of_modules_name_exists(folder):
         ("lockstep.kernel.tree.TreeAccumulator.sink", "TreeAccumulator has no sink"),
         ("ls.Trainer.train(batch)", "Trainer has no train"),
         ("CheckpointConfig.interval", "CheckpointConfig has no interval"),
-        ("exact.leave", "Exact has no leave"),
+        ("exact.collect", "Exact has no collect"),
         ("kernel/step.py", None),
         ("ls.Trainer.model", None),
         ("CheckpointConfig.every_steps", None),

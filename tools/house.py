@@ -178,7 +178,7 @@ def measure_classes(source: str) -> Iterator[ClassSize]:
             and isinstance(part.value, ast.Name)
             and part.value.id == "self"
         }
-        first = min(part.lineno for part in (node, *node.decorator_list)) - 1
+        first = node.decorator_list[0].lineno - 1 if node.decorator_list else node.lineno - 1
         while first > 0 and lines[first - 1].startswith("#"):
             first -= 1
         has_reason = lines[first].startswith(REASON)

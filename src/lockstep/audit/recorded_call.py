@@ -384,19 +384,24 @@ def _get_edge(start: Any) -> Edge:
     return edge.node, edge.output_nr
 
 
+def _find_start(frame: FrameType) -> Any:
+    """Return where the backward pass of a thread begins; None if it runs none."""
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code not in STARTS:
+        caller = caller.f_back
+    return None if caller is None else caller.f_locals[STARTS[caller.f_code]]
+
+
 def _find_starts() -> list[Any]:
     """Return the tensors and edges where the running backward pass begins.
 
     Raises:
         CannotRepeatError: It is unknown, since several threads run one, or none does.
     """
-    passes = []
-    for frame in sys._current_frames().values():  # hooks run in another thread on a GPU
-        caller: FrameType | None = frame
-        while caller is not None and caller.f_code not in STARTS:
-            caller = caller.f_back
-        if caller is not None:
-            passes.append(caller.f_locals[STARTS[caller.f_code]])
+    # Hooks run in another thread on a GPU. No variable here may refer to a frame: that of this
+    # function would refer to itself, and keep the callers' gradients until garbage is collected.
+    found = map(_find_start, sys._current_frames().values())
+    passes = [start for start in found if start is not None]
     if len(passes) != 1:
         raise CannotRepeatError("several threads run backward passes")
     (starts,) = passes

@@ -19,7 +19,11 @@ import torch
 
 from lockstep.comm.portable_products import use_portable_products
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher.arithmetic import measure_arithmetic
+from lockstep.launcher.arithmetic import (
+    declare_portable,
+    has_portable_bits,
+    measure_arithmetic,
+)
 from lockstep.launcher.arithmetic_difference import NOT_OF_TORCH, join, name_differences, parse
 from lockstep.launcher.kernel_variables import (
     OF_TORCH,
@@ -29,7 +33,12 @@ from lockstep.launcher.kernel_variables import (
 )
 from lockstep.messages import log
 
-__all__ = ["CONSTANTS", "choose_kernels", "measure_of_torch", "restore_kernels"]
+__all__ = [
+    "CONSTANTS",
+    "choose_kernels",
+    "measure_of_torch",
+    "restore_kernels",
+]
 
 CONSTANTS = {
     "2.13": "matrix products=a02e39c9, convolutions=cdd6559d, attention=a5754839, "
@@ -38,9 +47,6 @@ CONSTANTS = {
 }
 """The fingerprint of portable arithmetic by the minor version of torch, without the families that
 do not depend on torch alone."""
-
-
-_has_replaced = False
 
 
 def choose_kernels(
@@ -75,15 +81,13 @@ def choose_kernels(
 
 def restore_kernels() -> None:
     """Restore the kernels of torch that portable arithmetic has replaced."""
-    if _has_replaced:
+    if has_portable_bits():
         _replace_kernels(False)
 
 
 def _replace_kernels(enabled: bool) -> None:
-    global _has_replaced
     use_portable_products(enabled)
-    _has_replaced = enabled
-    measure_arithmetic.cache_clear()
+    declare_portable(enabled)
 
 
 def _verify(is_set_here: bool) -> None:

@@ -377,7 +377,8 @@ class ReleasedParameter(Released, nn.Parameter):
 def make_released(tensor: torch.Tensor, path: str) -> Released:
     """Return a released tensor like this one; `path` is its name in messages."""
     kind = ReleasedParameter if isinstance(tensor, nn.Parameter) else Released
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    with torch._C._DisableTorchDispatch():  # what is made from a released tensor is one, too
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     made: Released = torch.Tensor._make_subclass(kind, empty, tensor.requires_grad)
     made.path = path
     made.origin = tensor.origin if isinstance(tensor, Released) else tensor.device

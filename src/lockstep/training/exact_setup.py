@@ -33,6 +33,7 @@ from lockstep.data_parallel.sharded_gradients import (
 from lockstep.data_parallel.sharded_norm import clip_grad_norm_
 from lockstep.elastic.membership import membership
 from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.launcher.arithmetic import has_portable_bits
 from lockstep.launcher.world import require_world
 from lockstep.messages import log
 from lockstep.model.across_ranks import broadcast_weights, verify_across_ranks
@@ -149,7 +150,7 @@ def exact(
         optimizer = None
     if microbatches is None:
         microbatches = 8
-    require_world(threads=torch.get_num_threads())  # those of the script so far
+    require_world(keeps_threads=True)
     wrap_collective_calls()
     given = Given.of(model)
     optimizers = _list(optimizer)
@@ -284,7 +285,7 @@ def _reject(given: Given, parallel: ParallelContext) -> None:
 
 
 def _warn_of_threads(parallel: ParallelContext) -> None:
-    if parallel.threads > 1 and parallel.rank == 0:
+    if parallel.threads > 1 and parallel.rank == 0 and not has_portable_bits():
         log(
             f"ls.exact: bits depend on the number of intra-op threads, here {parallel.threads}, "
             "which launchers set (OMP_NUM_THREADS): call torch.set_num_threads(1), or use the "
@@ -299,8 +300,9 @@ def _compare(given: Given, parallel: ParallelContext, seed: int) -> dict[str, st
         settings = {
             "microbatches": f"{parallel.microbatches}",
             "seed": f"{seed}",
-            "intra-op threads": f"{parallel.threads}",
         }
+        if not has_portable_bits():
+            settings["intra-op threads"] = f"{parallel.threads}"
         verify_across_ranks(
             "the model of ls.exact",
             settings | describe_arithmetic() | description,
