@@ -67,7 +67,8 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     except torch.distributed.DistBackendError as error:
         if isinstance(error, LostError) and error.observed == "left":
             needed = "sharded weights are gathered from all ranks: make this call on every rank"
-            error.args = (f"{error}; {needed}",)
+            error.hint = f"; {needed}"
+            error.args = (f"{error}{error.hint}",)
         raise
     return whole
 
