@@ -29,7 +29,13 @@ from lockstep.launcher.kernel_variables import (
 )
 from lockstep.messages import log
 
-__all__ = ["CONSTANTS", "choose_kernels", "measure_of_torch", "restore_kernels"]
+__all__ = [
+    "CONSTANTS",
+    "choose_kernels",
+    "computes_portable_bits",
+    "measure_of_torch",
+    "restore_kernels",
+]
 
 CONSTANTS = {
     "2.13": "matrix products=a02e39c9, convolutions=cdd6559d, attention=a5754839, "
@@ -71,6 +77,11 @@ def choose_kernels(
     for name, value in variables.items():
         set_variable(name, value)
     _verify(is_set_here=bool(variables))
+
+
+def computes_portable_bits() -> bool:
+    """Return whether this process computes portable bits."""
+    return _has_replaced
 
 
 def restore_kernels() -> None:
