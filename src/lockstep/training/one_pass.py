@@ -7,13 +7,13 @@
                         along the tree
 
 In portable mode the results for a sample do not depend on the samples beside it, so only what adds
-up samples has to be computed for each micro-batch (`lockstep.training.pass_plan`). The micro-batches
-of one pass are those of a node of the tree. Which they are decides how fast a step is, and is never
+up samples is computed for each micro-batch (`lockstep.training.pass_plan`). The micro-batches
+of a pass are those of a node of the tree. Which these are decides how fast a step is, and is never
 compared between ranks.
 
 A model may couple samples, or draw random numbers. So a pass is tried first, beside the separate
-ones whose results count, and all bits are compared; this is repeated in steps that may be audited. After a
-difference the micro-batches are computed one by one.
+ones whose results count, and all bits are compared; this is repeated in the steps that are audited
+by default. After a difference the micro-batches are computed one by one.
 """
 
 from __future__ import annotations
@@ -217,23 +217,20 @@ class OnePass:
         try:
             results = self._run(step, buffers, group, joined.forward, joined.backward)
             joined.require_same()
-        except CannotJoin as reason:
-            self._discard(key, str(reason))
-            return None
-        except Exception:  # which the separate passes raise again, and say where
-            self._discard(key, "")
+        except Exception as error:  # one that is not ours is raised again by the separate passes
+            del self._joined[key]  # it is planned again in the next step
+            if isinstance(error, CannotJoin):
+                self.note = self.note or str(error)
+            self._clear(buffers)
             return None
         return results
 
-    def _discard(self, key: Any, note: str) -> None:
-        """Forget a pass, which is planned again in the next step."""
-        del self._joined[key]
-        self.note = self.note or note
-        self._clear()
-
-    def _clear(self) -> None:
+    def _clear(self, buffers: Buffers) -> None:
+        """Discard the gradients of a pass, and the buffers that it may have written."""
         for parameter in self._parameters:
             parameter.grad = None
+        for slot in buffers.slots:
+            slot.copy = None
 
     def _run(
         self,
@@ -297,7 +294,7 @@ class OnePass:
         run_backward(root, gradient, retain_graph=False)
         return loss.detach(), metrics
 
-    # --- a trial -----------------------------------------------------------------------------------
+    # --- a trial ---------------------------------------------------------------------------------
 
     def begin_trial(
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
@@ -329,7 +326,8 @@ class OnePass:
                 passes = joined.forward, joined.backward
                 results = self._run(trial.step, trial.buffers, group, *passes)
                 joined.require_same()
-                self._clear_if(trial.find_difference(results, self._parameters))
+                if difference := trial.find_difference(results, self._parameters):
+                    raise CannotJoin(f"{difference} has other bits for several micro-batches")
                 if changed := watch.list_changes():
                     raise CannotJoin(f"forward changes {changed[0]}")
         except CannotJoin as reason:
@@ -342,15 +340,11 @@ class OnePass:
             joined = None
             self.note = self.note or f"several micro-batches raise {type(error).__name__}: {error}"
         finally:
-            self._clear()
+            self._clear(trial.buffers)
         shapes = self._shapes[group[0].index]
         if joined is None and self._bytes.get(shapes, 0) * len(group) > MOST_BYTES:
             return  # fewer micro-batches are tried in the next step
         self._joined[key] = joined
-
-    def _clear_if(self, difference: str) -> None:
-        if difference:
-            raise CannotJoin(f"{difference} has other bits for several micro-batches")
 
     def _plan(self, trial: Trial) -> JoinedPass | None:
         """Record the passes over one micro-batch and over all; None if they keep too much."""
@@ -369,7 +363,7 @@ class OnePass:
         make = load_native().RecordedCalls
         forward, backward = make(), make()
         self._run(trial.step, trial.buffers, group, forward, backward)
-        self._clear()
+        self._clear(trial.buffers)
         return [[RecordedCall(*call) for call in one.calls] for one in (forward, backward)]
 
 
@@ -430,9 +424,8 @@ class Trial:
             return "the loss"
         ((_, gradients),) = self._sums.nodes.items()
         for gradient, parameter in zip(gradients, parameters, strict=True):
-            is_missing = gradient is None or parameter.grad is None
-            if is_missing:
-                is_same = gradient is None and parameter.grad is None
+            if gradient is None or parameter.grad is None:
+                is_same = gradient is parameter.grad
             else:
                 (is_same,) = have_same_bits([(gradient, parameter.grad)])
             if not is_same:

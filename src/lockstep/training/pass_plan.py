@@ -10,8 +10,8 @@ in the forward pass the micro-batches cannot be computed together; in the backwa
 gradient of a parameter, and is called for the rows of each micro-batch.
 
 An operator that treats rows separately may still round the last elements of a tensor in another
-way, where vector registers are not full. `POSITIONAL` says which do not; others must not have such
-elements.
+way, where vector registers are not full. `POSITION_FREE` has those that do not; the tensors of
+others must fill all registers.
 """
 
 from __future__ import annotations
@@ -27,48 +27,70 @@ VECTORS = 64
 """Bytes of two vector registers, which elementwise kernels compute at once."""
 
 VIEWS = frozenset(
-    "alias as_strided chunk clone contiguous detach diagonal expand expand_as flatten movedim "
-    "narrow permute reshape select slice split split_with_sizes squeeze swapaxes t transpose "
-    "unbind unflatten unfold unsqueeze view view_as _reshape_alias _unsafe_view "
-    # Of gradients: a copy of them among zeros.
-    "select_backward slice_backward".split()
+    # The last two are of gradients: copies among zeros.
+    """
+    alias as_strided chunk clone contiguous detach diagonal expand expand_as flatten movedim narrow
+    permute reshape select slice split split_with_sizes squeeze swapaxes t transpose unbind
+    unflatten unfold unsqueeze view view_as _reshape_alias _unsafe_view
+    select_backward slice_backward
+    """.split()  # noqa: SIM905
 )
 """Operators that copy elements, so that those of a sum are the sum of those of its terms."""
 
 FACTORIES = frozenset(
-    "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like "
-    "zeros_like".split()
+    """
+    empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like
+    zeros_like
+    """.split()  # noqa: SIM905
 )
 """Operators whose results do not depend on the elements of a tensor."""
 
-POSITIONAL = VIEWS | frozenset(
-    # Copies.
-    "cat concat constant_pad_nd copy flip gather index index_select pad repeat repeat_interleave "
-    "roll stack to type_as _to_copy embedding embedding_backward embedding_dense_backward "
-    # What draws random numbers is found by the state of the generators.
-    "dropout "
-    # Arithmetic that is rounded once, as IEEE 754 defines it.
-    "abs add amax amin argmax argmin clamp clamp_max clamp_min cumsum div eq ge gt hardtanh le "
-    "leaky_relu leaky_relu_backward logical_and logical_not logical_or lt masked_fill max maximum "
-    "mean min minimum mul ne neg relu rsub sqrt square sub sum threshold threshold_backward where "
-    # Sums of products, in order.
-    "_convolution addmm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
-    "conv_transpose3d convolution convolution_backward einsum linear matmul mm "
-    # Rows that are computed one by one.
-    "_fused_rms_norm _fused_rms_norm_backward _log_softmax _log_softmax_backward_data _softmax "
-    "_softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention_for_cpu_backward group_norm layer_norm log_softmax "
-    "native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward "
-    "rms_norm scaled_dot_product_attention softmax "
-    "adaptive_avg_pool2d avg_pool2d avg_pool2d_backward max_pool2d max_pool2d_with_indices "
-    "max_pool2d_with_indices_backward mean_backward _adaptive_avg_pool2d "
-    "_adaptive_avg_pool2d_backward".split()
+COPIES = """
+    cat concat constant_pad_nd copy flip gather index index_select pad repeat repeat_interleave
+    roll stack to type_as _to_copy embedding embedding_backward embedding_dense_backward
+"""
+"""Operators that copy elements or add them."""
+
+ROUNDED_ONCE = """
+    abs add amax amin argmax argmin clamp clamp_max clamp_min cumsum div eq ge gt hardtanh le
+    leaky_relu leaky_relu_backward logical_and logical_not logical_or lt masked_fill max maximum
+    mean min minimum mul ne neg relu rsub sqrt square sub sum threshold threshold_backward where
+"""
+"""Arithmetic that IEEE 754 defines."""
+
+IN_ORDER = """
+    _convolution addmm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+    conv_transpose3d convolution convolution_backward einsum linear matmul mm
+"""
+"""Sums of products."""
+
+BY_ROW = """
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_avg_pool2d avg_pool2d
+    avg_pool2d_backward max_pool2d max_pool2d_with_indices max_pool2d_with_indices_backward
+    _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data log_softmax softmax
+    _fused_rms_norm _fused_rms_norm_backward group_norm layer_norm native_group_norm
+    native_group_norm_backward native_layer_norm native_layer_norm_backward rms_norm
+    _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention_for_cpu_backward scaled_dot_product_attention
+"""
+"""Operators that compute one row, or one plane of an image, after the other."""
+
+DRAWS = "dropout"
+"""What draws random numbers is found by the state of the generators."""
+
+POSITION_FREE = VIEWS.union(
+    FACTORIES, *(names.split() for names in (COPIES, ROUNDED_ONCE, IN_ORDER, BY_ROW, DRAWS))
 )
-"""Operators whose results for an element do not depend on its position in the tensor."""
+"""Operators whose result for an element does not depend on its position in the tensor."""
 
 
 class CannotJoin(Exception):
     """Why micro-batches cannot be computed together, in words."""
+
+
+Slices = tuple[list[tuple[int, int]], list[int], list[tuple[int, int]]]
+"""The tensors to cut, each with the dimension of its rows; that of every result, or -1 for one that
+is added; arguments that are sizes, with their values for one micro-batch."""
 
 
 class RecordedCall(NamedTuple):
@@ -108,7 +130,7 @@ def plan_passes(
     alone: Sequence[Sequence[RecordedCall]],
     joined: Sequence[Sequence[RecordedCall]],
     segments: int,
-    make_rule: Callable[[list[tuple[int, int]], list[int]], Any],
+    make_rule: Callable[..., Any],
 ) -> PassPlan:
     """Return what a pass over several micro-batches has to call.
 
@@ -116,7 +138,7 @@ def plan_passes(
         alone: The forward and the backward pass of one micro-batch.
         joined: Those of all micro-batches.
         segments: The number of micro-batches.
-        make_rule: Makes the rule by which the native module calls an operator for each.
+        make_rule: Makes a rule of the native module from `Slices`.
 
     Raises:
         CannotJoin: An operator couples samples, or its results depend on their position.
@@ -163,14 +185,11 @@ class _Comparison:
     def __init__(self, one: RecordedCall, several: RecordedCall, segments: int) -> None:
         self._one, self._several, self._segments = one, several, segments
         self._name, self._kind = one.name, one.kind
+        self._sizes: list[tuple[int, Any]] = []  # arguments that grow, with their smaller values
 
-    def find_slices(self, *, is_backward: bool) -> tuple[list[tuple[int, int]], list[int]] | None:
-        """Return the tensors to cut, with the dimension of the rows, and that of each result.
-
-        Returns:
-            None if the call is the same for several micro-batches.
-        """
-        self._compare_values(self._one.arguments, self._several.arguments)
+    def find_slices(self, *, is_backward: bool) -> Slices | None:
+        """Return how the operator is called for each micro-batch; None if it is called once."""
+        self._compare_values()
         given, returned = self._find_rows("arguments"), self._find_rows("results")
         has_rows = any(dimension is not None for dimension in given)
         if not has_rows:
@@ -194,10 +213,12 @@ class _Comparison:
             return None
         if is_scalar or not is_backward:
             raise CannotJoin(f"{self._name} combines samples")
-        if any(isinstance(result, list) for result in self._one.results) or self._has_other_values:
+        has_lists = any(isinstance(result, list) for result in self._one.results)
+        if has_lists or any(type(size) is not int for _, size in self._sizes):
             raise CannotJoin(f"{self._name} combines samples in the backward pass")
         slices = [(n, dimension) for n, dimension in enumerate(given) if dimension is not None]
-        return slices, [-1 if dimension is None else dimension for dimension in returned]
+        results = [-1 if dimension is None else dimension for dimension in returned]
+        return slices, results, self._sizes
 
     @property
     def _returns_numbers(self) -> bool:
@@ -227,27 +248,38 @@ class _Comparison:
             )
         return grown[0]
 
-    def _compare_values(self, one: Any, several: Any) -> None:
-        """Compare what is no tensor; a size may grow with the micro-batches."""
-        self._has_other_values = False
-        for first, second in zip(_list_values(one), _list_values(several), strict=True):
-            if isinstance(first, torch.Generator):
-                raise CannotJoin(f"{self._name} draws from a generator of its own")
-            if first == second or (first != first and second != second):
-                continue
-            is_size = type(first) is int and type(second) is int
-            if not is_size or second != first * self._segments:
-                raise CannotJoin(
-                    f"{self._name} gets {first} for one micro-batch and {second} for "
-                    f"{self._segments}"
-                )
-            self._has_other_values = True
+    def _compare_values(self) -> None:
+        """Compare what is no tensor among the arguments; a size may grow with the micro-batches."""
+        pairs = zip(self._one.arguments, self._several.arguments, strict=True)
+        for argument, (one, several) in enumerate(pairs):
+            for first, second in zip(_list_values([one]), _list_values([several]), strict=True):
+                if self._is_larger(first, second):
+                    self._sizes.append((argument, one))
+
+    def _is_larger(self, one: Any, several: Any) -> bool:
+        """Return whether a value is a size that grows with the micro-batches.
+
+        Raises:
+            CannotJoin: It is another value that is not the same for several micro-batches.
+        """
+        if isinstance(one, torch.Generator):
+            raise CannotJoin(f"{self._name} draws from a generator of its own")
+        is_nan = one != one and several != several
+        if one == several or is_nan:
+            return False
+        is_size = type(one) is int and type(several) is int
+        if not is_size or several != one * self._segments:
+            raise CannotJoin(
+                f"{self._name} gets {one} for one micro-batch and {several} for {self._segments}"
+            )
+        return True
 
     def _require_full_vectors(self, given: Sequence[int | None]) -> None:
         """Require that an operator computes every element of all micro-batches in full vectors."""
         arguments, results = self._one.arguments, self._one.results
-        is_scaled = self._kind in ("add", "sub", "rsub") and arguments[-1] not in (1, None)
-        if self._kind in POSITIONAL and not is_scaled:
+        # A factor is multiplied and added in one step in vectors only.
+        is_scaled = self._kind in ("add", "sub", "rsub") and arguments[-1] != 1
+        if self._kind in POSITION_FREE and not is_scaled:
             return
         tensors = [*_list_tensors(arguments), *_list_tensors(results)]
         for tensor in tensors:

@@ -254,11 +254,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("run", &RecordedCalls::run, py::arg("body"))
       .def_readonly("calls", &RecordedCalls::calls);
   py::class_<SegmentRule>(module, "SegmentRule")
-      .def(py::init(
-               [](std::vector<std::pair<size_t, int64_t>> slices, std::vector<int64_t> results) {
-                 return SegmentRule{std::move(slices), std::move(results)};
-               }),
-           py::arg("slices"), py::arg("results"));
+      .def(py::init([](std::vector<std::pair<size_t, int64_t>> slices, std::vector<int64_t> results,
+                       std::vector<std::pair<size_t, int64_t>> sizes) {
+             return SegmentRule{std::move(slices), std::move(results), std::move(sizes)};
+           }),
+           py::arg("slices"), py::arg("results"), py::arg("sizes"));
   py::class_<SegmentedCalls>(module, "SegmentedCalls")
       .def(py::init<const std::vector<SegmentedCalls::Expected>&, int64_t>(), py::arg("calls"),
            py::arg("segments"))

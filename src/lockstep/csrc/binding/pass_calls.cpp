@@ -213,6 +213,7 @@ void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentR
   std::vector<bool> is_defined(returns);
   for (int64_t segment = 0; segment < segments_; ++segment) {
     Stack part = given;
+    for (const auto& [argument, size] : rule.sizes) part[argument] = size;
     change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
       for (const auto& [sliced, dimension] : rule.slices)
         if (sliced == position) return take_rows(tensor, dimension, segment, segments_);

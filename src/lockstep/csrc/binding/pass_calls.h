@@ -49,6 +49,7 @@ class RecordedCalls : public PassCalls {
 struct SegmentRule {
   std::vector<std::pair<size_t, int64_t>> slices;  // tensors by their position, and their dimension
   std::vector<int64_t> results;                    // the dimension of the rows; -1: is added
+  std::vector<std::pair<size_t, int64_t>> sizes;   // arguments, and their values for a micro-batch
 };
 
 class SegmentedCalls : public PassCalls {
