@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 import lockstep as ls
 import pytest_lockstep
+from lockstep.kernel.errors import RankError
 from lockstep.training import one_pass
 from lockstep.training.one_pass import OnePass
 
@@ -333,7 +334,7 @@ def test_an_error_is_that_of_a_separate_pass():
         model = Changes(lambda x: x[:, 99])
         train(model, Late(model, 4), is_joined=True)
 
-    with pytest.raises(ls.RankError, match="index 99 is out of bounds") as raised:
+    with pytest.raises(RankError, match="index 99 is out of bounds") as raised:
         on_portable_ranks(fail)
     assert "in rank 0, step 4, micro-batch 0" in str(raised.value)
 

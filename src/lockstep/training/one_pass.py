@@ -142,7 +142,6 @@ class OnePass:
         self._joined: dict[Any, JoinedPass | None] = {}  # None: computed one by one
         self._bytes: dict[Any, int] = {}  # of a micro-batch, by its shapes
         self._trials = 0
-        self._is_tried = False  # in the current step
         self._shapes: dict[int, Any] = {}
         self.note = ""
 
@@ -150,7 +149,7 @@ class OnePass:
 
     def divide(self, step: StepContext, batch: Batch) -> list[Sequence[Microbatch]]:
         """Return the micro-batches of this rank in groups, each of which is a node of the tree."""
-        parts, self._is_tried = batch.microbatches, False
+        parts = batch.microbatches
         indices = [part.index for part in parts]
         is_range = bool(parts) and indices == [*range(indices[0], indices[-1] + 1)]
         if not is_range or self._has_hooks():
@@ -300,7 +299,7 @@ class OnePass:
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
     ) -> Trial | None:
         """Return what compares the separate passes of a group with one; None if it is not due."""
-        if len(group) == 1 or self._is_tried:
+        if len(group) == 1:
             return None
         key = self._key(group)
         is_known = key in self._joined
@@ -309,7 +308,6 @@ class OnePass:
         if not is_known and self._trials == MOST_TRIALS:
             return None
         self._trials += not is_known
-        self._is_tried = True
         return Trial(self, step, buffers, group)
 
     def conclude(self, trial: Trial) -> None:
