@@ -1,13 +1,14 @@
 """Overhead of a trainer: a step of a tiny network in micro-batches.
 
-    python benchmarks/overhead.py [--ranks 1 2 4] [--microbatches 8 64] [--rounds 250]
+    python benchmarks/overhead.py [--ranks 1 2 4] [--microbatches 8 64] [--rounds 300]
 
 Two linear layers, 256 samples, one thread, nothing recorded. Contenders take turns, for ten steps
 at a time as in a training, each on a batch that is written anew before it. On one rank: plain
-PyTorch that accumulates gradients, Lockstep, and those of Lightning Fabric and Accelerate that are
-installed. On several ranks: DistributedDataParallel with `no_sync`, the same with
-`ls.exact`, and Lockstep. The medians are
-of rank 0; the losses of one rank are compared.
+PyTorch that accumulates gradients, `trainer.step`, `trainer.manual_step`, the loops of `ls.exact`
+(over batches, and over micro-batches), and those of Lightning Fabric and Accelerate that are
+installed. On several ranks, the first one is DistributedDataParallel with `no_sync`. The steps are
+those of rank 0, as medians and quartiles. The ratios are those of the medians of two contenders in
+each turn. The losses of one rank are compared.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
+from lockstep.training.exact_batch import ExactBatch
 
 WIDTH, CLASSES, SAMPLES = 64, 10, 256
 SGD = partial(torch.optim.SGD, lr=0.01)
@@ -58,11 +60,44 @@ def plain(microbatches):
     return step
 
 
-def lockstep(microbatches):
-    trainer = ls.Trainer(
+def make_trainer(microbatches):
+    return ls.Trainer(
         network(), nn.CrossEntropyLoss(), SGD, microbatches=microbatches, loggers=(), progress=False
     )
+
+
+def lockstep(microbatches):
+    trainer = make_trainer(microbatches)
     return lambda inputs, targets: trainer.step((inputs, targets))
+
+
+def manual(microbatches):
+    trainer, loss_function = make_trainer(microbatches), nn.CrossEntropyLoss()
+
+    def train(inputs, targets):
+        with trainer.manual_step() as step:
+            for one, other in step.microbatches((inputs, targets)):
+                step.backward(loss_function(trainer.model(one), other))
+        return step.result.loss
+
+    return train
+
+
+def nested(microbatches):
+    model, loss_function = network(), nn.CrossEntropyLoss()
+    optimizer = SGD(model.parameters())
+    handle = ls.exact(model, optimizer, microbatches=microbatches, loggers=(), progress=False)
+
+    def step(inputs, targets):
+        # What `handle.batches` yields, divided from the same tensors as for the others.
+        batch = ExactBatch(handle.parallel.split((inputs, targets)), handle._script_steps)
+        for one, other in batch:
+            batch.backward(loss_function(model(one), other))
+        optimizer.step()
+        optimizer.zero_grad()
+        return batch.loss
+
+    return step
 
 
 def fabric(microbatches):
@@ -116,11 +151,10 @@ def distributed(microbatches):
     return step
 
 
-def exact(microbatches):
-    model = DistributedDataParallel(network())
+def flat(microbatches):
+    model, loss_function = network(), nn.CrossEntropyLoss()
     optimizer = SGD(model.parameters())
-    loss_function = nn.CrossEntropyLoss()
-    handle = ls.exact(model, microbatches=microbatches)
+    handle = ls.exact(model, optimizer, microbatches=microbatches, loggers=(), progress=False)
     rank, ranks = ls.rank(), ls.world_size()
 
     def step(inputs, targets):
@@ -139,35 +173,42 @@ def exact(microbatches):
 
 
 def contenders(ranks):
+    own = {"trainer.step": lockstep, "manual_step": manual, "exact.batches": nested}
+    own |= {"exact.microbatches": flat}
     if ranks > 1:
-        names = {"DistributedDataParallel": distributed, "ls.exact": exact}
-        return names | {"Lockstep": lockstep}
+        return {"DistributedDataParallel": distributed} | own
     peers = {"lightning_fabric": ("Fabric", fabric), "accelerate": ("Accelerate", accelerate)}
     found = [pair for name, pair in peers.items() if importlib.util.find_spec(name)]
-    return {"plain PyTorch": plain, "Lockstep": lockstep, **dict(found)}
+    return {"plain PyTorch": plain} | own | dict(found)
 
 
-def measure(ranks, microbatches, rounds):
-    """Return the seconds of each contender's steps, on this rank."""
+def measure(ranks, microbatches, rounds, names):
+    """Return the seconds of each contender's steps on this rank, by turns."""
     ls.init()
     torch.set_num_threads(1)
-    steps = {name: make(microbatches) for name, make in contenders(ranks).items()}
+    chosen = {name: make for name, make in contenders(ranks).items() if name in names or not names}
+    steps = {name: make(microbatches) for name, make in chosen.items()}
     generator = torch.Generator()
     targets = torch.arange(SAMPLES) % CLASSES
     times = {name: [] for name in steps}
     for first in range(0, WARM + rounds, TURN):
         losses = {name: [] for name in steps}
-        for name, step in steps.items():
+        turn = {name: [] for name in steps}
+        order = list(steps)[:: 1 if first // TURN % 2 else -1]
+        for name in order:
+            step = steps[name]
             # The same batches for all, since their losses are compared. They are made before the
             # first step: ranks that share a core would wait for those of the others.
             generator.manual_seed(first)
             batches = torch.randn(TURN, SAMPLES, WIDTH, generator=generator).unbind()
             torch.distributed.barrier()
-            for number, batch in enumerate(batches, first):
+            for batch in batches:
                 began = time.perf_counter()
                 losses[name].append(step(batch, targets))
-                if number >= WARM:
-                    times[name].append(time.perf_counter() - began)
+                turn[name].append(time.perf_counter() - began)
+        if first >= WARM:
+            for name, seconds in turn.items():
+                times[name].append(seconds)
         expected = torch.tensor(next(iter(losses.values())))
         wrong = [
             name
@@ -183,21 +224,28 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--rounds", type=int, default=250)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--contenders", nargs="+", default=[], metavar="NAME")
     given = parser.parse_args()
     print("| ranks | micro-batches | contender | step | relative to the first |")
     print("|---|---|---|---|---|")
     for ranks in given.ranks:
         for microbatches in given.microbatches:
-            work = partial(measure, ranks, microbatches, given.rounds)
+            work = partial(measure, ranks, microbatches, given.rounds, given.contenders)
             times = ls.launch(work, nprocs=ranks)[0]
-            first = None
-            for name, seconds in times.items():
-                low, middle, high = (1e3 * each for each in statistics.quantiles(seconds))
-                first = middle if first is None else first
-                spread = f"{middle:.2f} ms ({low:.2f} to {high:.2f})"
-                relative = f"{middle / first:.2f}"
-                print(f"| {ranks} | {microbatches} | {name} | {spread} | {relative} |", flush=True)
+            first = [statistics.median(turn) for turn in next(iter(times.values()))]
+            for name, turns in times.items():
+                seconds = [1e3 * each for turn in turns for each in turn]
+                step = describe(seconds, " ms")
+                own = [statistics.median(turn) for turn in turns]
+                ratio = describe([one / other for one, other in zip(own, first, strict=True)])
+                print(f"| {ranks} | {microbatches} | {name} | {step} | {ratio} |", flush=True)
+
+
+def describe(values, unit=""):
+    """Return the median and the quartiles of values."""
+    low, middle, high = statistics.quantiles(values)
+    return f"{middle:.2f}{unit} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

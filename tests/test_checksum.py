@@ -141,8 +141,8 @@ class WithDigest:
         (VALUES, "^ls.digest takes a module or its state dict, not an object of type Tensor$"),
         ([VALUES], "^ls.digest takes a module or its state dict, not an object of type list$"),
         (WithDigest(), "not an object of type WithDigest: call its method digest()"),
-        (torch.nn.Linear(2, 2, device="meta"), "^weight has no values on this rank: call trainer"),
-        ({"model": STATE, "steps": 3}, r"pass state\['model'\], or call trainer.digest\(\) or"),
+        (torch.nn.Linear(2, 2, device="meta"), "^weight has no values on this rank: call digest"),
+        ({"model": STATE, "steps": 3}, r"pass state\['model'\], or call digest\(\) or"),
     ],
     ids=["tensor", "list", "trainer", "meta", "nested"],
 )

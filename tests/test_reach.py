@@ -75,8 +75,9 @@ def test_a_tuple_that_packs_two_assignments_is_counted():
 
 def test_a_large_class_says_why():
     attributes = "".join(f"    a{number}: int\n" for number in range(16))
-    for docstring, has_reason in (("A.", False), ("A.\n\n    It has many attributes: so.", True)):
-        (size,) = measure_classes(f'class A:\n    """{docstring}"""\n{attributes}')
+    comments = {"": False, "# An aside.\n": False, "# It has many attributes: one\n# each.\n": True}
+    for comment, has_reason in comments.items():
+        (size,) = measure_classes(f"x = 1\n\n\n{comment}@final\nclass A:\n{attributes}")
         assert (size.is_large, size.has_reason) == (True, has_reason)
     assert HOUSE.measure()["large classes without a reason"] == 0
 

@@ -54,7 +54,7 @@ def expected_sums(values, leaves):
     ]
 
 
-def sums_on_a_rank(leaves, dtype, capacity, absent, device="cpu", **how):
+def sums_on_a_rank(leaves, dtype, capacity, absent, device="cpu", make=make_all_reduce, **how):
     """Return the bits of every sum, twice, as this rank sees them; `how` as of make_all_reduce."""
     device, group = torch.device(device), how.get("group")
     owned = split_evenly(leaves, dist.get_world_size(group))
@@ -65,7 +65,7 @@ def sums_on_a_rank(leaves, dtype, capacity, absent, device="cpu", **how):
         fold.put((leaf, leaf + 1), copies)
     nodes_by_rank = [nodes_of(each, leaves) for each in owned]
     buckets = plan([torch.Size(shape).numel() for shape in SHAPES], [dtype] * len(SHAPES), capacity)
-    sums = [make_all_reduce(bucket, nodes_by_rank, leaves, device, **how) for bucket in buckets]
+    sums = [make(bucket, nodes_by_rank, leaves, device, **how) for bucket in buckets]
     seen = []
     for _ in range(2):  # the buffers are used again
         found = dict(reproducible_all_reduce(sums, fold.nodes))

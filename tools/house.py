@@ -27,19 +27,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "nodes in src": 410_000,
-    "nodes in tests": 510_000,
+    "nodes in src": 436_000,
+    "nodes in tests": 525_000,
     "code lines in csrc": 9_500,
     "nodes per code line": 9.17,
     "tuple-to-tuple assignments in 100": 8.3,
-    "imports per module": 4.7,
+    "imports per module": 4.9,
     "kernel: nodes": 20_000,
     "kernel: modules reached": 0,
     "step: modules reached": 60,
     "step: nodes reached": 55_000,
-    "ls.exact: modules reached": 152,
-    "ls.exact: nodes reached": 152_200,
-    "trainer: modules reached": 246,
+    "ls.exact: modules reached": 95,
+    "ls.exact: nodes reached": 90_000,
+    "trainer: modules reached": 258,
     "large classes without a reason": 0,
 }
 """The largest values. A limit that would cost users something is raised: the commit says why."""
@@ -57,9 +57,9 @@ TRAINER = ("training.trainer",)
 """The module of the trainer."""
 
 METHODS, ATTRIBUTES = 25, 15
-"""A class with more has a sentence in its docstring that begins with `REASON`."""
+"""A class with more has a comment before it that begins with `REASON`."""
 
-REASON = "It has many "
+REASON = "# It has many "
 
 NO_CODE = {
     tokenize.COMMENT,
@@ -159,6 +159,7 @@ class ClassSize:
 
 def measure_classes(source: str) -> Iterator[ClassSize]:
     """Yield the size of every class of a source."""
+    lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ClassDef):
             continue
@@ -177,7 +178,10 @@ def measure_classes(source: str) -> Iterator[ClassSize]:
             and isinstance(part.value, ast.Name)
             and part.value.id == "self"
         }
-        has_reason = REASON in (ast.get_docstring(node) or "")
+        first = node.decorator_list[0].lineno - 1 if node.decorator_list else node.lineno - 1
+        while first > 0 and lines[first - 1].startswith("#"):
+            first -= 1
+        has_reason = lines[first].startswith(REASON)
         yield ClassSize(node.name, len(methods), len(attributes), has_reason)
 
 

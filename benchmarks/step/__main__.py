@@ -164,7 +164,7 @@ def estimate(
     cases: list[Case], names: list[str], counts: list[int], widths: list[int], seconds: float
 ) -> float:
     """Return about how long all of it takes, in seconds."""
-    from lockstep.record.run_environment import count_usable_cores
+    from lockstep.processor_core import count_usable_cores
 
     whole = 10.0
     for case in cases:

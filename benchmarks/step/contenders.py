@@ -3,7 +3,8 @@
     copies           every rank by itself, nothing is exchanged: what computing alone costs
     memcpy           no training: every rank copies as many bytes as its gradients have
     ddp-*, fsdp-*    torch's own, on Gloo and on the backend "lockstep"
-    exact-*          torch's own with `lockstep.exact`, in the same loop
+    exact-*          `lockstep.exact` with a model without a wrapper, in a loop over batches
+    exact-ddp-*      the same around DistributedDataParallel, in a loop over micro-batches
     trainer          `lockstep.Trainer`
     shared           the same with one copy of the parameters for all ranks of the host
     stock-*          in a process as torch leaves it: Lockstep's ranks keep freed memory,
@@ -29,6 +30,7 @@ from torch import nn
 import lockstep
 from benchmarks.step.networks import NETWORKS, OPTIMIZERS, Batch, Network, blocks, count
 from lockstep.data.assignment import ReplicaShare, on_one_host
+from lockstep.training.exact_batch import ExactBatch
 
 __all__ = ["CONTENDERS", "Case", "Contender", "Fixed", "Training", "loss", "part"]
 
@@ -201,7 +203,25 @@ def distributed(case: Case, shares: bool = False) -> Training:
 
 
 class Exact(Loop):
-    """The loop with `lockstep.exact` around torch's DistributedDataParallel."""
+    """The loop of `lockstep.exact` over batches, each of which is divided as by the trainer."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, case.net.model())
+        count = case.leaves(dist.get_world_size())
+        self._exact = lockstep.exact(self.module, self._optimizer, microbatches=count)
+
+    def step(self, batch: Batch) -> None:
+        """Run a backward for each micro-batch of this rank."""
+        exact = self._exact
+        own = ExactBatch(exact.parallel.split(batch), exact._script_steps)
+        for data, classes in own:
+            own.backward(loss(self.module(data), classes))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class ExactWrapped(Loop):
+    """The loop of `lockstep.exact` over micro-batches, around DistributedDataParallel."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case, nn.parallel.DistributedDataParallel(case.net.model()))
@@ -260,13 +280,17 @@ _ALL = (
     ),
     Contender("fsdp-gloo", "FSDP2 (fully_shard) on gloo", "gloo", Sharded, 2.5),
     Contender("fsdp-lockstep", "FSDP2 (fully_shard) on lockstep", "lockstep", Sharded, 2.5),
+    Contender("exact-gloo", "lockstep.exact on gloo", "gloo", Exact, 4.0, guaranteed=True),
     Contender(
-        "exact-gloo", "DistributedDataParallel with lockstep.exact on gloo", "gloo", Exact, 4.0,
-        guaranteed=True,
+        "exact-lockstep", "lockstep.exact on lockstep", "lockstep", Exact, 4.0, guaranteed=True
     ),
     Contender(
-        "exact-lockstep", "DistributedDataParallel with lockstep.exact on lockstep", "lockstep",
-        Exact, 4.0, guaranteed=True,
+        "exact-ddp-gloo", "DistributedDataParallel with lockstep.exact on gloo", "gloo",
+        ExactWrapped, 4.0, guaranteed=True,
+    ),
+    Contender(
+        "exact-ddp-lockstep", "DistributedDataParallel with lockstep.exact on lockstep",
+        "lockstep", ExactWrapped, 4.0, guaranteed=True,
     ),
     Contender("trainer", "lockstep.Trainer", "", Trained, 4.0, guaranteed=True),
     Contender(

@@ -138,9 +138,7 @@ def _named_tensors(state: object) -> dict[str, torch.Tensor]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             if value.is_meta:
-                raise UsageError(
-                    f"{name} has no values on this rank: call trainer.digest() on every rank"
-                )
+                raise UsageError(f"{name} has no values on this rank: call digest() on every rank")
             tensors[name] = value
         elif isinstance(value, (bool, int, float)):
             dtype = torch.float64 if isinstance(value, float) else None
@@ -149,7 +147,7 @@ def _named_tensors(state: object) -> dict[str, torch.Tensor]:
     if nested is not None and not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise UsageError(
             f"ls.digest takes the state dict of a module, and {nested!r} is a state dict itself: "
-            f"pass state[{nested!r}], or call trainer.digest() or trainer.optimizer_digest()"
+            f"pass state[{nested!r}], or call digest() or optimizer_digest() of the training"
         )
     return tensors
 

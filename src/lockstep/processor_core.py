@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import torch
 
-__all__ = ["find_core", "on_another_core", "on_core", "one_thread"]
+__all__ = [
+    "CGROUP",
+    "count_usable_cores",
+    "divide_cores",
+    "find_core",
+    "on_another_core",
+    "on_core",
+    "one_thread",
+    "read_core_quota",
+]
+
+CGROUP = Path("/sys/fs/cgroup")
+"""The folder with the limits of this process's container."""
+
+
+def count_usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def read_core_quota(folder: Path = CGROUP) -> float | None:
+    """Return the container's limit of CPU time, in cores; None if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        share, period = (folder / "cpu.max").read_text().split()
+        return int(share) / int(period)
+    return None
+
+
+def divide_cores(processes: int) -> int:
+    """Return the number of threads for each of some processes that share the usable cores."""
+    usable = min(count_usable_cores(), read_core_quota() or count_usable_cores())
+    return max(1, int(usable / processes))
 
 
 def find_core() -> int:

@@ -10,7 +10,7 @@ import pytest
 from lockstep.kernel.errors import RankError
 from lockstep.launcher.launch import launch
 from lockstep.launcher.world import cpu_backend
-from lockstep.record.run_environment import count_usable_cores
+from lockstep.processor_core import count_usable_cores
 from lockstep.tools.bench import measured_calls
 from lockstep.tools.bench.measured_collectives import COLLECTIVES
 from lockstep.tools.bench.ranks import MIN_CALLS, Plan, measure, rotate

@@ -1,5 +1,7 @@
 """The reproducible all-reduce: against the tree in one process, bit for bit, on real processes."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,6 +9,9 @@ from lockstep.comm import backend as native
 from lockstep.comm.bucket import plan
 from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.native_all_reduce import NativeAllReduce, native_backend
+from lockstep.comm.piecewise_all_reduce import PiecewiseAllReduce
+from lockstep.comm.portable_all_reduce import PortableAllReduce
+from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
 from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.tree import total
 from tree_sums import NEGATIVE_ZERO, bits, expected_sums, leaf_values, sums_on_a_rank
@@ -42,6 +47,39 @@ def test_all_present_takes_the_whole_slice_and_gives_the_same_bits():
     values = leaf_values(8, torch.float32, absent=False)
     expected = [bits(each) for each in expected_sums(values, 8)]
     assert sums_on_a_rank(8, torch.float32, 1 << 20, False) == [expected, expected]
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.parametrize("absent", [True, False])
+@pytest.mark.parametrize("piece_bytes", [64, 2500])
+def test_pieces_of_a_bucket_have_the_bits_of_the_whole_bucket(absent, piece_bytes):
+    make = partial(PiecewiseAllReduce, group=None, piece_bytes=piece_bytes)
+    for leaves in (8, 3):
+        whole, again = sums_on_a_rank(leaves, torch.float32, 1 << 20, absent)
+        assert whole == again
+        pieces = sums_on_a_rank(leaves, torch.float32, 1 << 20, absent, make=make)
+        assert pieces == [whole, whole]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_large_bucket_needs_messages_for_few_pieces(rank, monkeypatch):
+    (bucket,) = plan([5000, 3000], [torch.float32] * 2, 1 << 20)
+    device = torch.device("cpu")
+    nodes_by_rank = [[(0, 1)], [(1, 2)]]
+    added = PiecewiseAllReduce(bucket, nodes_by_rank, 2, device, None, piece_bytes=1024)
+    assert len(added._pieces) > 20
+    launch, on_their_way = PortableAllReduce.launch, []
+
+    def count(self, *given):
+        on_their_way.append(sum(piece._work is not None for piece in added._pieces))
+        launch(self, *given)
+
+    monkeypatch.setattr(PortableAllReduce, "launch", count)
+    values = [torch.full((5000,), 1.0 + rank), torch.full((3000,), 3.0)]
+    sums = dict(reproducible_all_reduce([added], {nodes_by_rank[rank][0]: values}))
+    assert (sums[0].unique().item(), sums[1].unique().item()) == (3, 6)
+    assert max(on_their_way) == 2
+    assert not any("_in" in vars(piece) or "_rows" in vars(piece) for piece in added._pieces)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from click.testing import CliRunner
 from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
 from lockstep.record.reader import read_run
-from lockstep.tools.check.chaos import Baseline
+from lockstep.tools.check.chaos import Baseline, ChaosResult
+from lockstep.tools.commands.chaos import describe_result
 
 SCRIPT = """
 from functools import partial
@@ -68,6 +69,13 @@ def test_ranks_are_killed_and_the_bits_stay(chaos, tmp_path):
     assert run.remarks == []
     dead = {each["member"] for line in run.rounds for each in line["lost"]}
     assert dead >= {each["member"] for each in found["deaths"]}
+
+
+@pytest.mark.parametrize(("repeated", "said"), [(0, "0 micro-batches"), (1, "1 micro-batch")])
+def test_repeated_work_is_counted_in_a_sentence(repeated, said):
+    baseline = Baseline(Path("runs/undisturbed"), "ab", 40, 0.01, 1.0)
+    result = ChaosResult(baseline, Path("runs/chaos"), "ab", 2, [], [0.1], repeated, 3, 2.0)
+    assert f"; {said} computed twice." in describe_result(result)[0]
 
 
 @pytest.mark.timeout(240)

@@ -46,7 +46,7 @@ def test_equal_identities_pass_and_one_that_differs_raises(identity: BatchIdenti
             BatchIdentity(checksum="0f"),
             r"rank 2 got a different batch .* \(checksums 0f and cd",
         ),
-        (WHOLE, BatchIdentity(checksum="0f"), "DistributedSampler, .* use trainer.batches"),
+        (WHOLE, BatchIdentity(checksum="0f"), "DistributedSampler, .* use batches"),
         (
             LOADED,
             WHOLE,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.kernel.errors import LockstepError
@@ -127,6 +128,44 @@ def test_a_call_without_backward_leaves_no_stale_weights(ranks, capfd, kind, n):
     assert len({*expected}) == 2
     assert ranks(train_with_evaluations, n, kind) == [expected] * n
     assert "computed a wrong result" not in capfd.readouterr().err  # of an audit
+
+
+def train_with_calls_and_writes(kind: str) -> list[Any]:
+    """Return what nested loops compute that use `model.parameters()` after calls of the model."""
+    found: list[Any] = []
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(torch.randn(24, 6, generator=generator), torch.arange(24) % 4)
+    for moment in ("before", "within", "complete", "updated"):
+        model: Any = make_network()
+        called = wrap(model, kind)
+        optimizer = SGD(model.parameters())
+        exact = ls.exact(called, optimizer, MICROBATCHES, loggers=())
+
+        def call(now: str, moment: str = moment, called: Any = called) -> None:
+            if now == moment:
+                called(torch.ones(2, 6))  # with gradients, and without backward
+
+        for batch in exact.batches(data, batch_size=8, epoch=0):
+            call("before")
+            for inputs, targets in batch:
+                batch.backward(F.cross_entropy(called(inputs), targets))
+                call("within")
+            call("complete")
+            found.append(exact.clip_grad_norm_(0.1).hex())
+            optimizer.step()
+            optimizer.zero_grad()
+            call("updated")
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+        found.append(ls.digest(model))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "n"), [("sharded", 1), ("sharded", 2), ("whole", 2)])
+def test_a_call_without_backward_leaves_the_shards_in_place(ranks, kind, n):
+    (expected,) = ranks(train_with_calls_and_writes, 1, "replicated")
+    assert ranks(train_with_calls_and_writes, n, kind) == [expected] * n
 
 
 def evaluate_after_writes(storage: str) -> list[float]:

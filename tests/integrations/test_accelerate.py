@@ -6,6 +6,7 @@ ranks.
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -251,10 +252,9 @@ def train_adversaries(is_accumulating: bool = True) -> Outcome:
     for epoch in range(2):
         loader.set_epoch(epoch)
         for inputs, _ in loader:
-            models = (generator, discriminator) if is_accumulating else ()
-            with accelerator.accumulate(*models):
-                draw = torch.randn if is_accumulating else torch.zeros
-                fake = generator(draw(len(inputs), 4))
+            body = accelerator.accumulate(generator, discriminator)
+            with body if is_accumulating else nullcontext():
+                fake = generator(torch.randn(len(inputs), 4))
                 judged = discriminator(torch.cat([inputs, fake.detach()]))
                 real, made = judged.split(len(inputs))
                 accelerator.backward(softplus(-real).mean() + softplus(made).mean())

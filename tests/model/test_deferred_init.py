@@ -11,6 +11,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.model.deferred_init import (
     build,
     build_sequence,
+    make_released,
     materialize,
     materialize_block,
     move_to_device,
@@ -139,3 +140,11 @@ def test_only_tensors_with_memory_are_moved():
     assert move_to_device(model, "cpu") is model
     assert [each.is_meta for each in model.parameters()] == [True, True, False, False]
     assert torch.equal(model[1].weight, kept)
+
+
+def test_a_released_parameter_is_released_again():
+    """A copy of a model in stages, and a second trainer of the same blocks, do this."""
+    once = make_released(nn.Parameter(torch.ones(3, 2)), "weight")
+    again = make_released(once, "0.weight")
+    assert type(again) is type(once)
+    assert (again.path, again.origin, again.shape) == ("0.weight", once.origin, once.shape)

@@ -120,7 +120,7 @@ def test_the_session_decides_the_layout_and_nothing_is_recorded_or_saved(ranks, 
                 loggers=tmp_path / "run",
             )
             trainer.save_weights(tmp_path / "weights.safetensors")
-        return trainer.parallel.stages, trainer.engine.setup.optimization.sharded is not None
+        return trainer.parallel.stages, trainer.engine.setup.optimization.shared is not None
 
     assert ranks(rank, 2) == [(1, True), (1, True)]
     assert not list(tmp_path.iterdir())

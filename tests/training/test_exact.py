@@ -466,9 +466,10 @@ def no_zero_grad(loop):
 
 
 def draws(loop, draw=torch.rand):
+    """Draw between micro-batches that workers load; loading in this process seeds generators."""
     data = rows(16)
-    loader = DataLoader(data, batch_sampler=loop.exact.sampler(data, 8, shuffle=False))
-    for inputs, _ in loader:
+    sampler = loop.exact.sampler(data, 8, shuffle=False)
+    for inputs, _ in DataLoader(data, batch_sampler=sampler, num_workers=1):
         if draw(1) < 2:
             loop.exact.weigh(loop.model(inputs).mean()).backward()
 
@@ -662,6 +663,53 @@ def test_a_mistake_is_one_sentence(mistake):
     assert "\n" not in str(caught.value)
 
 
+def fail_in_loop_over_microbatches(loop):
+    data = rows(16)
+    loader = DataLoader(data, batch_sampler=loop.exact.sampler(data, 8))
+    for inputs, _ in loop.exact.microbatches(loader):
+        loop.exact.weigh(loop.model(inputs).mean()).backward()
+        raise KeyError
+
+
+def fail_after_begin(loop):
+    loop.exact.begin()
+    try:
+        raise KeyError
+    except KeyError:
+        loop.exact.leave()
+        raise
+
+
+def fail_in_nested_loop(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+            raise KeyError
+
+
+FAILING = [fail_in_loop_over_microbatches, fail_after_begin, fail_in_nested_loop]
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("fail", FAILING, ids=lambda fail: fail.__name__)
+def test_an_exception_that_is_caught_leaves_no_open_step(fail):
+    """Collective calls were refused from then on, as if they were made inside of the step."""
+    loop = Mistakes()
+    state, before = loop.exact.state_dict(), ls.digest(loop.model)
+    with pytest.raises(KeyError):
+        fail(loop)
+    dist.barrier()
+    assert ls.digest(loop.model) == before
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+    loop.exact.load_state_dict(state)
+    for batch in loop.exact.batches(rows(16), 8, epoch=0):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    assert loop.exact.steps == 2
+
+
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("make", "said"),
@@ -721,7 +769,7 @@ def disagree(kind):
     [
         ("microbatches", "microbatches"),
         ("batch_size", "16 samples|batch_size=16"),
-        ("epoch", "rank 1 trains on batch 0 of epoch 1 while rank 0 trains on batch 0 of epoch 0"),
+        ("epoch", "rank 1: epoch is 1, on rank 0 it is 0"),
         ("hook", "a communication hook: leave it out"),
     ],
 )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.audit.recorded_call import RecordedCall
@@ -265,6 +266,24 @@ def test_a_loop_that_cannot_be_audited_is_named_once(case, repetitions):
         assert train(make, compute_loss) == expected
     assert repetitions == []
     assert len(warned) == 1
+
+
+def test_a_part_that_is_called_after_backward_is_no_fault(repetitions):
+    torch.manual_seed(1)
+    model = Network()
+    exact = ls.exact(model, microbatches=MICROBATCHES, loggers=())
+    data = TensorDataset(torch.randn(20, 6), torch.arange(20) % 3)
+
+    def train_once():
+        for batch in exact.batches(data, batch_size=20):
+            for inputs, targets in batch:
+                batch.backward(F.cross_entropy(model(inputs), targets))
+                with torch.no_grad():
+                    model.layers[0](inputs)
+
+    with pytest.warns(UserWarning, match="buffers change between backward and the end"):
+        train_once()
+    assert repetitions == []
 
 
 def test_steps_are_audited_as_in_the_trainer(repetitions):

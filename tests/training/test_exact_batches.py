@@ -3,7 +3,9 @@
 The digests, losses, norms and records of the trainer are the reference, on every number of ranks.
 """
 
+import gc
 import random
+import weakref
 from functools import partial
 
 import numpy
@@ -147,3 +149,26 @@ def test_a_nested_loop_has_the_results_of_the_trainer(trained, n):
         for case, (is_equal, expected) in found.items():
             assert is_equal, case
             assert expected == trained[1][0][case][1], case
+
+
+@pytest.mark.ranks(1)
+def test_an_audited_step_refers_to_nothing_that_only_the_garbage_collector_frees():
+    model, loss_function = nn.Linear(6, 3), nn.CrossEntropyLoss()
+    optimizer = ADAMW(model.parameters())
+    audit = ls.AuditConfig(every_steps=1)
+    exact = ls.exact(model, optimizer, MICROBATCHES, loggers=(), audit=audit)
+    loops = []
+    alive = []
+    gc.collect()
+    gc.disable()
+    try:
+        for batch in exact.batches(rows(), 14):
+            for inputs, targets in batch:
+                loops.append(weakref.ref(batch._loop))  # which has the sums of gradients
+                batch.backward(loss_function(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            alive.append(sum(loop() is not None for loop in dict.fromkeys(loops)))
+    finally:
+        gc.enable()
+    assert alive == [1, 1, 1, 1]  # that of the last step, until the next one begins

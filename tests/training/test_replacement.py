@@ -115,7 +115,7 @@ def test_shards_continue_from_the_newest_checkpoint(tmp_path, undisturbed):
 def test_shards_without_checkpoints_begin_again(tmp_path, undisturbed):
     found = train(tmp_path / "run", "forward:2:1", ranks=2, storage="sharded", backend="gloo")
     require_same(found, undisturbed["one"])
-    advice = "; pass checkpoint=ls.CheckpointConfig() to the trainer"
+    advice = "; pass checkpoint=ls.CheckpointConfig()"
     assert sources(found) == [f"the beginning: no checkpoint{again(2)}{advice}"]
     assert "if a rank is killed, this training begins again" in found.said[0]
 
@@ -131,7 +131,7 @@ def test_two_trainers_and_a_kill_before_there_are_any(tmp_path, undisturbed):
     kills = "start:0:1 forward:5:1 answering:0:0"  # the last before its script is at step 5 again
     found = train(tmp_path / "run", kills, ranks=2, form="two")
     require_same(found, undisturbed["two"])
-    advice = "; pass checkpoint=ls.CheckpointConfig() to the trainer"
+    advice = "; pass checkpoint=ls.CheckpointConfig()"
     beginning = "the beginning: no checkpoint"
     first, second, *others = sources(found)
     assert [first, second] == [beginning + advice, beginning]

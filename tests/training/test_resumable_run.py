@@ -175,7 +175,7 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
         ),
         "without": (
             lambda f: ls.Trainer(network(), nn.CrossEntropyLoss(), SGD).resume(),
-            "trainer.resume() needs the folder and the objects of checkpoints: pass",
+            "resume() needs the folder and the objects of checkpoints: pass",
         ),
     }  # fmt: skip
     folders = copies(tmp_path, cases)
@@ -209,7 +209,7 @@ def test_a_resumed_script_with_fewer_epochs_gets_no_digest_of_another_step(tmp_p
     with pytest.raises(UsageError) as error:
         resumed.optimizer_digest()
     assert str(error.value).startswith(
-        "trainer.optimizer_digest() was not called here by rank 0 of the interrupted run, which "
+        "optimizer_digest() was not called here by rank 0 of the interrupted run, which "
         "iterates over batches of epoch 1 next, "
     )
     resumed.engine.end.finish_alone("done", None)

@@ -273,7 +273,7 @@ def test_a_recorder_of_the_users_keeps_its_folder(tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "run")
     with pytest.raises(UsageError, match="already holds the record"):
         Recorder(tmp_path / "run")
-    with pytest.raises(UsageError, match=r"already holds a run: resume it with trainer.resume\(\)"):
+    with pytest.raises(UsageError, match=r"already holds a run: resume it with resume\(\)"):
         Run.begun(Recorder(tmp_path / "run", resume=True), CONFIG)
     monkeypatch.setenv("LOCKSTEP_RESUME", "1")
     with pytest.raises(UsageError, match=r"run is resumed, but its trainer has no checkpoints"):

@@ -187,30 +187,30 @@ def test_a_sharded_model_has_the_bits_of_one_rank(ranks, alone, expected, n):
 
 
 def test_ranks_take_turns():
-    shares = [ReplicaShare(8, on_one_host(4), rank, is_interleaved=True) for rank in range(4)]
+    shares = [ReplicaShare(8, on_one_host(4), rank, is_sharded=True) for rank in range(4)]
     turns = [[index for index, _ in share.pieces(19)] for share in shares]
     assert turns == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert shares[0].nodes(8)[1] == [(1, 2), (5, 6)]
 
 
 def test_the_ranks_of_each_copy_take_turns():
-    shares = [ReplicaShare(8, ((0, 2), (1, 3)), rank, is_interleaved=True) for rank in range(4)]
+    shares = [ReplicaShare(8, ((0, 2), (1, 3)), rank, is_sharded=True) for rank in range(4)]
     turns = [[index for index, _ in share.pieces(19)] for share in shares]
     assert turns == [[0, 2], [4, 6], [1, 3], [5, 7]]
     assert [[index for index, _ in share.pieces(5)] for share in shares] == [[0, 2], [3], [1], [4]]
     assert shares[0].nodes(4) == [[(0, 1)], [(2, 3)], [(1, 2)], [(3, 4)]]
     with pytest.raises(LayoutError, match="the hosts have 1 to 3 ranks, and each of them"):
-        ReplicaShare(8, ((0, 1, 2), (3,)), 0, is_interleaved=True)
+        ReplicaShare(8, ((0, 1, 2), (3,)), 0, is_sharded=True)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(3, 9), (4, 6), (8, 4)])
 def test_ranks_must_be_a_power_of_two_that_divides_the_microbatches(ranks, microbatches):
     with pytest.raises(LayoutError, match="micro-batches"):
-        ReplicaShare(microbatches, on_one_host(ranks), 0, is_interleaved=True)
+        ReplicaShare(microbatches, on_one_host(ranks), 0, is_sharded=True)
 
 
 def test_a_short_batch_must_be_divisible():
-    share = ReplicaShare(8, on_one_host(2), 0, is_interleaved=True)
+    share = ReplicaShare(8, on_one_host(2), 0, is_sharded=True)
     share.require_turns(6, 6)
     with pytest.raises(LayoutError, match="5 micro-batches, which the 2 ranks"):
         share.require_turns(5, 5)
@@ -292,6 +292,16 @@ def train_twice():
     exact = ls.exact(model, microbatches=2)
     exact.begin()
     exact.weigh(model(torch.ones(2, 6)).sum()).backward()
+
+
+def leave_before_the_first_call():
+    model = shard(nn.Linear(6, 10), dist.group.WORLD)
+    exact = ls.exact(model, microbatches=2, loggers=())
+    data = TensorDataset(torch.ones(2, 6))
+    for _ in range(2):
+        for batch in exact.batches(data, batch_size=2):
+            for _ in batch:
+                break
 
 
 def train_clipped_by_torch():
@@ -423,7 +433,13 @@ def shard_root(model):
 
 def refusals():
     actions = [train_twice, train_clipped_by_torch, wrap_a_part, train_writing, train_skipping]
-    actions += [train_without_weights, make_scalar, make_hook, hook_late]
+    actions += [
+        leave_before_the_first_call,
+        train_without_weights,
+        make_scalar,
+        make_hook,
+        hook_late,
+    ]
     if dist.get_world_size() > 1:
         actions.append(shard_descending)
         actions.append(train_other_modules)  # the last one: torch's module is left in its backward
@@ -438,6 +454,7 @@ def test_what_cannot_be_exact_is_refused_on_every_rank(ranks, n):
         assert "the parameter scale is not sharded" in found["wrap_a_part"]
         assert "the parameter head.weight was written" in found["train_writing"]
         assert "the gradients of an input of block, which" in found["train_skipping"]
+        assert "the loop was left before the last" in found["leave_before_the_first_call"]
         assert "2 micro-batches, 1 of them with a weight of 0" in found["train_without_weights"]
         assert "the parameter scale, which has no dimension" in found["make_scalar"]
         assert "the parameter weight has a hook" in found["make_hook"]

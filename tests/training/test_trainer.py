@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
+import pytest_lockstep
+from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.kernel.errors import (
     FileError,
     LayoutError,
@@ -976,3 +978,30 @@ def test_an_epoch_that_is_repeated_by_mistake_is_named(tmp_path):
     trainer.finish()
     lines = [json.loads(line) for line in (tmp_path / "run/record.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines].count("warning") == 1
+
+
+def train_without_init():
+    """Return the digest of a training whose script never calls `init`."""
+    torch.manual_seed(1)
+    trainer = ls.Trainer(nn.Linear(4, 2), nn.MSELoss(), SGD, microbatches=2, loggers=[])
+    try:
+        assert torch.get_num_threads() == 1
+        trainer.step((torch.ones(4, 4), torch.ones(4, 2)))
+        return trainer.digest()
+    finally:
+        ls.shutdown()
+
+
+def test_a_trainer_joins_the_world_by_itself():
+    found = pytest_lockstep.run(train_without_init, ranks=2, init=False)
+    assert found == [train_without_init()] * 2
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_checkpoints_of_the_default_settings(tmp_path):
+    options = {"microbatches": 2, "loggers": tmp_path / "run"}
+    with ls.Trainer(nn.Linear(4, 2), nn.MSELoss(), SGD, checkpoint=True, **options) as trainer:
+        trainer.step((torch.ones(4, 4), torch.ones(4, 2)))
+    assert len(find_checkpoints(tmp_path / "run" / "checkpoints")) == 1
+    with pytest.raises(UsageError, match=r"checkpoint='runs': expected True, False or a lockstep"):
+        ls.Trainer(nn.Linear(4, 2), nn.MSELoss(), SGD, checkpoint="runs", **options)

@@ -74,11 +74,10 @@ class _OneMicrobatch(ReplicaShare):
         return (ReplicaShare.pieces(every, samples)[self.index],)
 
 
+# It has many attributes: what one step computes, repeats and compares is kept until all ranks
+# know the verdict.
 class Audit(StepHook):
     """The hook that audits some steps of a trainer.
-
-    It has many attributes: what one step computes, repeats and compares is kept until all ranks
-    know the verdict.
 
     Args:
         config: The settings.
@@ -143,8 +142,7 @@ class Audit(StepHook):
             self._watch.begin()
         if self._mode == "trace":
             self._trace = RepetitionTrace(self._modules, self._position)
-        step.observers.append(_MicrobatchWatch(self, step, batch))
-        return self._repeating(step)
+        return self._repeating(step, _MicrobatchWatch(self, step, batch))
 
     def plan(self, step: StepContext, batch: Batch, given: Any) -> bool:
         """Decide which micro-batches are repeated; return whether this rank owns one of them.
@@ -184,7 +182,7 @@ class Audit(StepHook):
     ) -> list[AuditPlan]:
         """Return the plans of the micro-batches that are repeated together, the suspect first."""
         plan = plan_audit(turn, spans, alone=alone)
-        plans = plan.rotate(spans) if self._parallel.is_interleaved else [plan]
+        plans = plan.rotate(spans) if self._parallel.is_sharded else [plan]
         return sorted(plans, key=lambda plan: plan.microbatch != self._suspect)
 
     @property
@@ -217,14 +215,16 @@ class Audit(StepHook):
         ]
 
     @contextmanager
-    def _repeating(self, step: StepContext) -> Iterator[None]:
+    def _repeating(self, step: StepContext, observer: StepObserver) -> Iterator[None]:
         """Repeat micro-batches after the others, where the plan says so."""
         trace = self._trace
-        if trace is None:
-            yield
-        else:
-            with trace.recording():
+        step.observers.append(observer)
+        try:
+            with nullcontext() if trace is None else trace.recording():
                 yield
+        finally:
+            # They refer to each other, and to the batch, until garbage is collected.
+            step.observers.remove(observer)
         if not self._plans or self._plan.microbatch not in step.shares:
             return
         for plan, elsewhere in self._list_repetitions():

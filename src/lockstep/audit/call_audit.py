@@ -68,11 +68,10 @@ class _Votes:
     is_dependent: bool
 
 
+# It has many attributes: a call is recorded, repeated and compared at different moments of a
+# step.
 class CallAudit:
     """The audit of the calls of a model, or of the blocks of a stage.
-
-    It has many attributes: a call is recorded, repeated and compared at different moments of a
-    step.
 
     Args:
         config: The settings; None: no step is audited.

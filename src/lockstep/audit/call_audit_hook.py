@@ -65,8 +65,11 @@ class CallAuditHook(StepHook):
     @contextmanager
     def _auditing(self, step: StepContext) -> Iterator[None]:
         parts = [(calls, self._find_audit(step, calls)) for calls in self._find_calls()]
-        step.observers.append(_MicrobatchEnds(step, parts, self._position))
+        observer = _MicrobatchEnds(step, parts, self._position)
+        step.observers.append(observer)
         with ExitStack() as stack:
+            # They refer to each other, and to the batch, until garbage is collected.
+            stack.callback(step.observers.remove, observer)
             for calls, audit in parts:
                 audit.begin_step(step.number, [])
                 stack.enter_context(calls.watch(audit.begin_call, audit.end_call))

@@ -55,10 +55,9 @@ class CannotRepeatError(Exception):
     """The call cannot be repeated, for the reason in the message; that is nobody's mistake."""
 
 
+# It has many attributes: all that a call reads and writes is kept, so that it can be repeated.
 class RecordedCall:
     """One call of some modules and its backward pass.
-
-    It has many attributes: all that a call reads and writes is kept, so that it can be repeated.
 
     Args:
         call: What is called, such as the model below DistributedDataParallel, perhaps compiled.
@@ -112,6 +111,7 @@ class RecordedCall:
         self.watch.begin()
         self._reason, self._pass = "", -1
         self._roots = set[int]()
+        self._buffers_at_end: list[int] | None = None  # of backward
         self._received: dict[int, tuple[torch.Tensor, int]] = {}  # by the number of the output
         self._inputs: list[torch.Tensor] = []  # of the last repetition, if they require gradients
         self._knows_inputs = False
@@ -166,7 +166,14 @@ class RecordedCall:
         gathered = (one for module in self._modules.values() for one in module.parameters())
         parameters = {*map(id, self._named.values()), *map(id, gathered)}
         self._roots = _find_roots(self._edges, parameters, map(_get_edge, starts))
+        self._buffers_at_end = None
+        end = weakref.WeakMethod(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_call_weakly, end))
         self._seed_backward = remembered(self._device, everything=True)
+
+    def _end_backward(self) -> None:
+        # Activations that are computed again may have written to buffers.
+        self._buffers_at_end = self._hash_buffers()
 
     def finish(self, inputs: Sequence[torch.Tensor | None] = ()) -> dict[str, int]:
         """Return the hashes of the results, at the end of the backward pass.
@@ -180,6 +187,8 @@ class RecordedCall:
         has_gradients = any(parameter.grad is not None for parameter in self._named.values())
         if self._reason or (has_gradients and not self._roots):
             raise CannotRepeatError(self._reason or HIDDEN)
+        if self._buffers_at_end not in (None, self._hash_buffers()):
+            raise CannotRepeatError("buffers change between backward and the end of a micro-batch")
         for index in sorted(self._roots):
             if (gradient := self._gradients.get(index)) is not None:
                 self._received[index] = gradient, checksum(gradient)
@@ -312,6 +321,11 @@ def _pass_on(
         keep(index, received[number])
 
 
+def _call_weakly(method: Callable[[], Any]) -> None:
+    if (call := method()) is not None:
+        call()
+
+
 def _replace(number: int, gradient: torch.Tensor, received: Sequence[Any]) -> tuple[Any, ...]:
     return (*received[:number], gradient, *received[number + 1 :])
 
@@ -370,19 +384,24 @@ def _get_edge(start: Any) -> Edge:
     return edge.node, edge.output_nr
 
 
+def _find_start(frame: FrameType) -> Any:
+    """Return where the backward pass of a thread begins; None if it runs none."""
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code not in STARTS:
+        caller = caller.f_back
+    return None if caller is None else caller.f_locals[STARTS[caller.f_code]]
+
+
 def _find_starts() -> list[Any]:
     """Return the tensors and edges where the running backward pass begins.
 
     Raises:
         CannotRepeatError: It is unknown, since several threads run one, or none does.
     """
-    passes = []
-    for frame in sys._current_frames().values():  # hooks run in another thread on a GPU
-        caller: FrameType | None = frame
-        while caller is not None and caller.f_code not in STARTS:
-            caller = caller.f_back
-        if caller is not None:
-            passes.append(caller.f_locals[STARTS[caller.f_code]])
+    # Hooks run in another thread on a GPU. No variable here may refer to a frame: that of this
+    # function would refer to itself, and keep the callers' gradients until garbage is collected.
+    found = map(_find_start, sys._current_frames().values())
+    passes = [start for start in found if start is not None]
     if len(passes) != 1:
         raise CannotRepeatError("several threads run backward passes")
     (starts,) = passes

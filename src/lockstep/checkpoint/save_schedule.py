@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lockstep.kernel.errors import UsageError
 
-__all__ = ["CheckpointConfig", "CheckpointSchedule", "Stateful"]
+__all__ = ["CheckpointConfig", "CheckpointSchedule", "Stateful", "read_checkpoint"]
 
 LEAST_SECONDS, MOST_SECONDS = 10.0, 300.0  # limits of the default interval
 COST = 1 / 200  # fraction of the time that writing may take by default
@@ -78,6 +78,23 @@ class CheckpointConfig:
                     f"CheckpointConfig(stateful=...): {name!r} is a {type(entry).__name__} without "
                     "the methods state_dict() and load_state_dict(state)"
                 )
+
+
+def read_checkpoint(given: CheckpointConfig | bool | None) -> CheckpointConfig | None:
+    """Return the settings that an argument `checkpoint` selects; None: no checkpoints.
+
+    Raises:
+        UsageError: The argument has another type.
+    """
+    if given is True:
+        return CheckpointConfig()
+    if given is None or given is False:
+        return None
+    if not isinstance(given, CheckpointConfig):
+        raise UsageError(
+            f"checkpoint={given!r}: expected True, False or a lockstep.CheckpointConfig"
+        )
+    return given
 
 
 class CheckpointSchedule:

@@ -19,6 +19,7 @@ __all__ = [
     "Bucket",
     "BucketSegment",
     "Member",
+    "cut",
     "parts",
     "pieces",
     "plan",
@@ -116,15 +117,25 @@ def slice_length(bucket: Bucket, ranks: int) -> int:
 def pieces(bucket: Bucket, ranks: int) -> list[BucketSegment]:
     """Split every member at the ends of the slices; empty tensors have no piece."""
     length = slice_length(bucket, ranks)
-    cut: list[BucketSegment] = []
+    segments: list[BucketSegment] = []
     for number, member in enumerate(bucket.members):
         start = 0
         while start < member.numel:
             slice_, offset = divmod(member.offset + start, length)
             stop = min(member.numel, start + length - offset)
-            cut.append(BucketSegment(number, start, stop, slice_, offset))
+            segments.append(BucketSegment(number, start, stop, slice_, offset))
             start = stop
-    return cut
+    return segments
+
+
+def cut(bucket: Bucket, part: slice) -> Bucket:
+    """Return a part of a bucket; members outside of it are empty."""
+    members = []
+    for member in bucket.members:
+        begin = max(member.offset, part.start)
+        numel = max(0, min(member.offset + member.numel, part.stop) - begin)
+        members.append(Member(member.index, numel, begin - part.start if numel else 0))
+    return Bucket(bucket.dtype, tuple(members), part.stop - part.start)
 
 
 def parts(

@@ -7,7 +7,7 @@ the slices in the message to each rank.
     message of one rank to rank j     | node 0, slice j | node 1, slice j | flags |
 
 Each value is copied once, into the message, and the sums are views of the received buffer. Messages
-are `uint8`.
+are `uint8`. Their memory is allocated for each exchange, since other buckets need it afterwards.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import ALIGNMENT, parts
 from lockstep.comm.collectives import all_gather_single, as_bytes
+from lockstep.comm.reproducible_all_reduce import Held
 from lockstep.comm.sliced_all_reduce import SlicedAllReduce
 
 __all__ = ["PortableAllReduce"]
@@ -37,20 +38,28 @@ class PortableAllReduce(SlicedAllReduce):
             + -(-len(nodes) * len(self.bucket.members) // ALIGNMENT) * ALIGNMENT
             for nodes in self._nodes_by_rank
         ]
-        mine = self._widths[self._rank]
-        self._rows = torch.zeros(self._ranks, mine, dtype=torch.uint8, device=device)
-        self._in = torch.empty(sum(self._widths), dtype=torch.uint8, device=device)
+        self._device = device
+        # Without gaps, every byte of a slice is written.
+        filled = sum(piece.stop - piece.start for piece in self._pieces)
+        self._has_gaps = filled < self._ranks * self._length
+        self._in: torch.Tensor
         self._work: Any = None
-        self._flags = bytearray()
+
+    def launch(self, held: Held, in_steps: bool = False) -> None:
+        """Allocate the messages, pack this rank's nodes, and start the all-to-all."""
+        make = torch.zeros if self._has_gaps else torch.empty
+        shape = self._ranks, self._widths[self._rank]
+        self._rows = make(shape, dtype=torch.uint8, device=self._device)
+        self._in = torch.empty(sum(self._widths), dtype=torch.uint8, device=self._device)
+        super().launch(held, in_steps)
 
     def _start(self, flags: bytearray) -> None:
         """Start the all-to-all; the flags follow the slices of each row."""
-        if flags and flags != self._flags:  # usually those of the last step, which are there
+        if flags:
             start = len(self._nodes_by_rank[self._rank]) * self._slice_bytes
             presence = torch.frombuffer(flags, dtype=torch.uint8)
             # A blocking copy would wait for the backward pass that a GPU still runs.
             self._rows[:, start : start + len(flags)].copy_(presence, non_blocking=True)
-            self._flags = flags
         self._work = self._exchange_rows()
 
     def _exchange_rows(self) -> Any:
@@ -76,7 +85,8 @@ class PortableAllReduce(SlicedAllReduce):
             self._work.wait()
         rows = self._in.split(self._widths)
         mine = self._add(rows, self._read_flags(rows))
-        self._work = self._gather_sums(mine)
+        self._work = self._gather_sums(mine)  # which refers to its memory
+        del self._rows, self._in
 
     def _read_flags(self, rows: Sequence[torch.Tensor]) -> list[list[int]]:
         """Return the flags of each rank, which follow the slices in its row."""

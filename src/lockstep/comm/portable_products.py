@@ -1,4 +1,4 @@
-"""Matrix products and convolutions on CPUs whose bits depend on nothing but the operands.
+"""Kernels for CPUs whose bits depend on nothing but the operands.
 
 torch's kernels call MKL or oneDNN, whose bits depend on the processor and on the number of threads.
 The native module replaces them by its own (`csrc/core/gemm.h`):
@@ -9,6 +9,7 @@ The native module replaces them by its own (`csrc/core/gemm.h`):
 | `convolution`, `convolution_backward`: 2D, not transposed, one group | float32, float64 |
 | `sqrt`, `asin`, `acos`, `atan`, `tan`, `pow(x, 0.5)` | float32, float64 |
 | `lstm`, of sequences that are not packed: without oneDNN | all |
+| those whose bits depend on the number of threads: in pieces, or on one thread | all |
 
 `linear`, `matmul`, `einsum` and `conv2d` end in these operators; autograd and autocast are above
 them.

@@ -1,12 +1,13 @@
 """Reproducible all-reduce: a bucket is added over the ranks along the tree, on any backend.
 
 Each rank holds some nodes of the tree for every tensor of the bucket: one node if the ranks
-divide the leaves evenly, several otherwise. Four implementations do the same additions:
+divide the leaves evenly, several otherwise. Five implementations do the same additions:
 
     `native_all_reduce`     the backend "lockstep" on one host: in shared memory, without messages
     `hosts.all_reduce`      the same backend across hosts: whole subtrees of a host first
     `ipc_all_reduce`        ranks that share a device: in its memory
     `portable_all_reduce`   any other backend: all-to-all, add, all-gather
+    `piecewise_all_reduce`  the same for large buckets in memory of the CPU, piece by piece
 
 A tensor without a value in some leaf is absent from the sum, not zero, so that -0.0 stays -0.0.
 Each addition rounds to the dtype of the tensor.
@@ -129,12 +130,16 @@ def reproducible_all_reduce(
 
     The order of the calls is the same on every rank:
 
-        launch 0, launch 1, combine 0, launch 2, combine 1, ..., combine last, gather all
+        launch 0, launch 1, combine 0, launch 2, combine 1, gather 0, ..., combine last, gather last
+
+    Two buckets after a launch its messages are free for the next one.
     """
-    for number, current in enumerate(sums):
-        current.launch(held)
-        if number:
+    pairs: list[tuple[int, torch.Tensor | None]] = []
+    for number in range(len(sums) + 2):
+        if number < len(sums):
+            sums[number].launch(held)
+        if 1 <= number <= len(sums):
             sums[number - 1].combine()
-    if sums:
-        sums[-1].combine()
-    return [pair for bucket_sum in sums for pair in bucket_sum.gather()]
+        if number >= 2:
+            pairs += sums[number - 2].gather()
+    return pairs

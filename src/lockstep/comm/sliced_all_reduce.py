@@ -40,6 +40,7 @@ class SlicedAllReduce(ReproducibleAllReduce):
     Args:
         group: The process group; None is the default group.
         rank: This rank; None for that in the process group.
+        sums: The memory of the sums; None for memory of its own.
     """
 
     _rows: torch.Tensor
@@ -53,6 +54,7 @@ class SlicedAllReduce(ReproducibleAllReduce):
         device: torch.device,
         group: dist.ProcessGroup | None,
         rank: int | None = None,
+        sums: torch.Tensor | None = None,
     ) -> None:
         self.bucket, self._nodes_by_rank, self._leaves = bucket, nodes_by_rank, leaves
         self._group = group
@@ -61,13 +63,15 @@ class SlicedAllReduce(ReproducibleAllReduce):
         self._pieces = pieces(bucket, self._ranks)
         self._length = slice_length(bucket, self._ranks)
         self._slice_bytes = self._length * bucket.dtype.itemsize
-        self.sums = torch.empty(self._ranks * self._length, dtype=bucket.dtype, device=device)
+        if sums is None:
+            sums = torch.empty(self._ranks * self._length, dtype=bucket.dtype, device=device)
+        self.sums = sums
         self._present: list[bool] = []
         self._allocate(device)
 
     @abstractmethod
     def _allocate(self, device: torch.device) -> None:
-        """Allocate the rows, zeroed: gaps between members are added too and must stay finite."""
+        """Prepare the rows, zeroed: gaps between members are added too and must stay finite."""
 
     @abstractmethod
     def _start(self, flags: bytearray) -> None:

@@ -116,13 +116,13 @@ class ReplicaShare:
         microbatches: The number of micro-batches of a batch.
         hosts: The replicas of each host; if they take turns, the ranks of each copy of the model.
         replica: The replica.
-        is_interleaved: Whether the replicas take turns, as those of a sharded model.
+        is_sharded: Whether the replicas take turns, as those of a sharded model.
     """
 
     microbatches: int
     hosts: Hosts
     replica: int
-    is_interleaved: bool = False
+    is_sharded: bool = False
 
     def __post_init__(self) -> None:
         """Raise LayoutError if the replica has no micro-batches, or does not exist."""
@@ -134,13 +134,13 @@ class ReplicaShare:
                 f"use at least {self.replicas} micro-batches, or fewer replicas"
             )
         ranks = self.replicas
-        if self.is_interleaved and (ranks & (ranks - 1) or self.microbatches % ranks):
+        if self.is_sharded and (ranks & (ranks - 1) or self.microbatches % ranks):
             raise LayoutError(
                 f"{ranks} ranks cannot train a sharded model with {self.microbatches} "
                 "micro-batches: use a number of ranks that is a power of two and divides the "
                 "number of micro-batches"
             )
-        if self.is_interleaved and len(sizes := {*map(len, self.hosts)}) > 1:
+        if self.is_sharded and len(sizes := {*map(len, self.hosts)}) > 1:
             raise LayoutError(
                 f"the hosts have {min(sizes)} to {max(sizes)} ranks, and each of them must divide "
                 "a sharded model in the same way: start as many ranks on each host, or train with "
@@ -159,13 +159,13 @@ class ReplicaShare:
 
     def nodes(self, leaves: int) -> Sequence[Sequence[Node]]:
         """Return, for each replica, the nodes of the tree that cover its micro-batches."""
-        if not self.is_interleaved or self.shards == 1:
+        if not self.is_sharded or self.shards == 1:
             return assign_nodes(leaves, self.hosts)
         return [[(leaf, leaf + 1) for leaf in span] for span in self.spans(leaves)]
 
     def spans(self, leaves: int) -> Sequence[range]:
         """Return, for each replica, its micro-batches."""
-        takes_turns = self.is_interleaved and self.shards > 1
+        takes_turns = self.is_sharded and self.shards > 1
         return (assign_turns if takes_turns else assign_microbatches)(leaves, self.hosts)
 
     def require_turns(self, leaves: int, computed: int) -> None:
@@ -175,7 +175,7 @@ class ReplicaShare:
             leaves: The number of micro-batches of a batch.
             computed: The number of those whose weight is not 0.
         """
-        if self.is_interleaved and (leaves % self.replicas or computed < leaves):
+        if self.is_sharded and (leaves % self.replicas or computed < leaves):
             empty = leaves - computed
             weights = f", {empty} of them with a weight of 0" if empty else ""
             remedy = "leave out samples without weight" if empty else "pass drop_last=True"

@@ -137,7 +137,7 @@ def _batch_difference(theirs: BatchIdentity, ours: BatchIdentity, rank: int, oth
             f"and {ours.checksum}): pass the same whole batch on every rank; each computes its "
             "part. A DataLoader with a DistributedSampler, or with shuffle=True and no common "
             "seed, returns a different batch on every rank; use "
-            "trainer.batches(dataset, batch_size) instead"
+            "batches(dataset, batch_size) instead"
         )
     if (theirs.epoch, theirs.position) != (ours.epoch, ours.position):
         return (

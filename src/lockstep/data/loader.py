@@ -92,7 +92,7 @@ class Batches:
         replica: int = 0,
         hosts: Hosts | None = None,
         rank: int | None = None,
-        is_interleaved: bool = False,
+        is_sharded: bool = False,
         epoch: int = 0,
         agree: GatherFn | None = None,
         **options: Any,
@@ -104,7 +104,7 @@ class Batches:
         self._digest = ""  # of the order, hexadecimal; "" before it is drawn
         self._saved_digest = ""  # of the order of a loaded position
         on_hosts = hosts or on_one_host(replicas)
-        self._share = ReplicaShare(microbatches, on_hosts, replica, is_interleaved)
+        self._share = ReplicaShare(microbatches, on_hosts, replica, is_sharded)
         self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
         # Of the current iteration.
         self._planned: EpochOrder | None = None  # the order; None for an iterable dataset

@@ -76,7 +76,7 @@ def split_batch(batch: Any, share: ReplicaShare) -> Batch:
         raise DatasetError(
             f"{whole} has {size} rows, as many as the batch has samples, but only tuples, lists "
             "and mappings are split into micro-batches: pass its tensors in one of these, or load "
-            "them with trainer.batches(dataset, collate_fn=...)"
+            "them with batches(dataset, collate_fn=...)"
         )
     cuts = _find_cuts(share, size)
     return _make_batch(size, share, cuts, _cut(batch, cuts, {}))
@@ -95,8 +95,8 @@ def join_batches(batches: Sequence[Batch]) -> Batch:
     if len({*leaves}) > 1:
         raise UsageError(
             f"the batches of a step have {leaves} micro-batches, because a batch of few samples "
-            "has one per sample: pass drop_last=True to trainer.batches, or let every batch have "
-            "as many samples as the trainer has microbatches"
+            "has one per sample: pass drop_last=True to batches(...), or let every batch have "
+            "as many samples as there are microbatches"
         )
     microbatches = tuple(
         replace(parts[0], data=tuple(part.data for part in parts))
@@ -308,7 +308,7 @@ def _collect_sizes(data: Any, name: str, sizes: dict[str, int], uncut: dict[str,
         raise DatasetError(
             f"{name} is a PackedSequence, whose samples are mixed in memory, so it cannot be split "
             "into micro-batches: pass padded sequences and their lengths, which the model packs, "
-            "or load it with trainer.batches(dataset, collate_fn=...), which packs each micro-batch"
+            "or load it with batches(dataset, collate_fn=...), which packs each micro-batch"
         )
     if _is_column(data):
         sizes[name] = len(data)

@@ -1,1 +1,1 @@
-"""Gradients over ranks: sums for the trainer, means for `DistributedDataParallel`."""
+"""Gradients over ranks: sums along the tree, and shards; several devices in one process."""

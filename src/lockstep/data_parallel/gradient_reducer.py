@@ -237,10 +237,6 @@ class GradientReducer:
         assert self._local is not None
         return self._local
 
-    def sample(self) -> torch.Tensor:
-        """Return nothing: a change of whole gradients does not depend on the number of ranks."""
-        return torch.empty(0)
-
     # --- while the last backward pass runs -----------------------------------------------------
 
     @property

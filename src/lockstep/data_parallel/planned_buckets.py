@@ -81,9 +81,9 @@ class BucketPlanner:
             for name, parameter in (self.parameters[index] for index in indices):
                 if not adds_in_place(parameter.device, parameter.dtype, self.group):
                     raise LayoutError(
-                        f"parameter {name} ({parameter.dtype}) was frozen when the Trainer was "
-                        'made and has a gradient now, which storage="shared" cannot update: train '
-                        'with storage="replicated"'
+                        f"parameter {name} ({parameter.dtype}) was frozen when the training was "
+                        'set up and has a gradient now, which storage="shared" cannot update: '
+                        'train with storage="replicated"'
                     )
             return self.shards.cover(indices)
         parameters = [self.parameters[index][1] for index in indices]

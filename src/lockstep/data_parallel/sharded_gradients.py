@@ -34,6 +34,7 @@ from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import Hosts, assign_nodes, on_one_host
 from lockstep.data_parallel.block_inputs import find_reordered_sum
 from lockstep.data_parallel.planned_buckets import BucketPlanner, StepTree
+from lockstep.data_parallel.sharded_draws import draw_alike
 from lockstep.data_parallel.tree_reduce_scatter import CallOrder, TreeReduceScatter
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
@@ -137,6 +138,7 @@ def find_hook(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
     return ""
 
 
+# It has many methods: a step, an audit and the script between steps each gather and free shards.
 class ShardedGradients:
     """Adds the gradients of one step over its micro-batches and over the ranks.
 
@@ -175,8 +177,11 @@ class ShardedGradients:
             raise UsageError(failure)
         self._parameters, self._module = list(parameters), module
         self._is_open, self.failure = False, ""
+        self._is_computing = False
         self.is_observed, self._hashes = False, dict[int, int]()
         self.mesh = find_mesh(module)
+        sharded: Any = parameters[0][1]  # all have the same mesh
+        draw_alike(sharded.device_mesh)
         self._shards = dist.get_world_size(self.mesh.shards)
         self._leaves, self._planned = 1, tuple[Any, ...]()
         self._buckets: list[ReproducibleAllReduce] = []  # of the gradients that are planned
@@ -233,14 +238,19 @@ class ShardedGradients:
         """Empty `.grad` of every parameter, and discard the accumulated gradients."""
         self._sums.nodes.clear()
         if self._is_open:  # an exception may have left torch in the middle of a pass
-            root: Any = self._module
-            root.reset_iter_state()
+            self._reset_pass()
         self._is_open, self.failure = False, ""
         self._hashes.clear()
         for _, parameter in self._parameters:
             parameter.grad = None
         for unit in self._units:
             unit.end_microbatch()
+
+    def _reset_pass(self) -> None:
+        """Let torch forget an unfinished pass."""
+        root: Any = self._module
+        if root._get_fsdp_state()._is_root is not None:  # otherwise the model was never called
+            root.reset_iter_state()
 
     def reshard(self) -> None:
         """Free the parameters that are gathered, so that the next call gathers their new values.
@@ -251,6 +261,24 @@ class ShardedGradients:
         for unit in self._units:
             unit.reshard()
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Free the parameters that are gathered; return the context of a step's micro-batches.
+
+        In the body, backward follows a call of the model with gradients, and needs what it has
+        gathered. A call outside of it leaves nothing: `module.parameters()` are the shards.
+        """
+        self.reshard()
+        return self._computing()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._is_computing = True
+        try:
+            yield
+        finally:
+            self._is_computing = False
+            self.reshard()
+
     def _begin_call(self, _module: nn.Module, _inputs: Any) -> None:
         """Free what an earlier call of the model has left, before the parameters are gathered."""
         if not is_in_backward():  # which computes activations again, with the same parameters
@@ -258,9 +286,9 @@ class ShardedGradients:
 
     def _end_call(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
         """Note the outputs of the model that get a gradient."""
-        if torch.is_grad_enabled():
+        if self._is_computing and torch.is_grad_enabled():
             self._roots = []
-        else:
+        elif not is_in_backward():
             self.reshard()
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
@@ -335,8 +363,7 @@ class ShardedGradients:
 
     def discard(self) -> None:
         """Forget a micro-batch that was computed again, also if an exception ended it."""
-        root: Any = self._module
-        root.reset_iter_state()
+        self._reset_pass()
         for unit in self._units:
             unit.end_microbatch()
             unit.find_switched()

@@ -48,11 +48,10 @@ class CallOrder:
         return f"{self._hash:08x}"
 
 
+# It has many attributes: what is known of each whole parameter between its gathering and the end
+# of a micro-batch, which torch's own objects do not keep.
 class TreeReduceScatter:
     """The reduce-scatter of the parameters of one sharded module, or of several in one group.
-
-    It has many attributes: what is known of each whole parameter between its gathering and the end
-    of a micro-batch, which torch's own objects do not keep.
 
     Args:
         name: The name of the module, for messages.

@@ -74,10 +74,9 @@ MAX_UNEXPLAINED = 5  # rounds in a row that ended although no member had died
 KINDS = ("waiting", "ready", "round_over", "transferred", "resumed", "backend")
 
 
+# It has many methods: it answers every event of a run, and most answers depend on the others.
 class ElasticCoordinator:
     """Forms the rounds of a run, and starts its members.
-
-    It has many methods: it answers every event of a run, and most answers depend on the others.
 
     Args:
         ranks: The supervisor of the members, whose numbers are its ranks.

@@ -1,7 +1,7 @@
 """The agent of a host in an elastic run on several hosts: the launcher of a host other than 0.
 
 It starts and ends the members of this host as the launcher of host 0 orders, and passes on what
-they and that launcher say (`host_messages.py`). It decides nothing. If it loses the launcher of
+they and that launcher say (`host_connection.py`). It decides nothing. If it loses the launcher of
 host 0, it ends its members: the run has ended for this host, and can be resumed.
 """
 

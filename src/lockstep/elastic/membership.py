@@ -76,8 +76,8 @@ __all__ = [
 
 REFUSAL = (
     "an elastic run cannot repeat a script's own collective calls after a rank is lost: leave "
-    "communication to the trainer, make these calls before the trainer is made or after "
-    "trainer.finish(), or run without --min and --max"
+    "communication to the steps, make these calls before the training is set up or after "
+    "finish(), or run without --min and --max"
 )
 
 ATTEMPTS = 3
@@ -191,10 +191,9 @@ class _RoundFailed(Exception):
     """Another member died while a round was formed."""
 
 
+# It has many attributes: a decision of the launcher changes most of them at once.
 class Membership:
     """This process as a member of an elastic run.
-
-    It has many attributes: a decision of the launcher changes most of them at once.
 
     Args:
         number: The member's number, which is unique in the run.

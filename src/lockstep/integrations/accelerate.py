@@ -163,6 +163,11 @@ class ExactAccelerator(Accelerator):
         if len(self._handles) == 1:
             self._handles[0][1].begin()
 
+    def leave(self) -> None:
+        """Undo a step whose loop was left early, such as by an exception."""
+        for _, handle in self._handles:
+            handle.leave()
+
     def _do_sync(self) -> None:
         """Leave the state as the DataLoader has set it."""
 
@@ -353,6 +358,7 @@ class TrainingLoader(DataLoaderStateMixin):
                     yield data
                 batch = following
         finally:
+            self._accelerator.leave()
             self.end()
 
 

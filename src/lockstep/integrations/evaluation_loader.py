@@ -77,6 +77,7 @@ class EvaluationLoader:
         device: The device whose generator is seeded.
         is_contiguous: Whether the batches of a rank follow each other, where their number is known;
             otherwise ranks take turns.
+        is_divided: Whether a rank computes some of the batches; otherwise, it computes all.
 
     Attributes:
         dataset: The dataset.
@@ -98,8 +99,10 @@ class EvaluationLoader:
         device: torch.device,
         *,
         is_contiguous: bool = False,
+        is_divided: bool = True,
     ) -> None:
         self._loader, self._seed, self._device = loader, seed, device
+        self._place = find_place() if is_divided else (0, 1)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._takes_turns = self._is_stream or not is_contiguous
         self.dataset: Any = loader.dataset
@@ -152,7 +155,7 @@ class EvaluationLoader:
 
         A rank without a batch in the last round repeats one.
         """
-        ranks = find_place()[1]
+        ranks = self._place[1]
         batches = iter(self)
         last = ELSEWHERE
         begin = 0
@@ -203,12 +206,12 @@ class EvaluationLoader:
                 yield align_tensors(next(items))
 
     def _find_own(self, total: int) -> Sequence[int]:
-        rank, ranks = find_place()
+        rank, ranks = self._place
         return range(rank, total, ranks) if self._takes_turns else split_evenly(total, ranks)[rank]
 
     def _read(self) -> Iterator[Any]:
         """Yield the batches of an iterable dataset, which every rank reads."""
-        rank, ranks = find_place()
+        rank, ranks = self._place
         gather = find_gather()
         seed_all(key(self._seed, self.epoch))  # of workers, and of what `iter` draws
         stream = iter(self._loader)

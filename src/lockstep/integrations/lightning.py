@@ -31,7 +31,7 @@ from lockstep.integrations.divided_loops import DividedEvaluation, DividedPredic
 from lockstep.integrations.evaluation_loader import EvaluationLoader
 from lockstep.integrations.logged_values import LoggedValues
 from lockstep.integrations.manual_steps import ManualSteps
-from lockstep.integrations.microbatch_loader import Microbatches, MicrobatchLoader
+from lockstep.integrations.microbatch_loader import Microbatches, MicrobatchLoader, leaving
 from lockstep.kernel.errors import UsageError
 from lockstep.training.exact import Exact
 from lockstep.training.exact_setup import exact
@@ -194,16 +194,21 @@ class ExactStrategy(DDPStrategy):
         """Return an iterable of this rank's micro-batches, or of its part of an evaluation."""
         trainer = self.lightning_module.trainer
         is_training = trainer.training and trainer.state.fn == TrainerFn.FITTING
-        if not (is_training or self.divide_evaluation):
-            return dataloader
         if not isinstance(dataloader, DataLoader):
+            if not (is_training or self.divide_evaluation):
+                return dataloader
             raise UsageError(
                 "ExactStrategy divides torch's DataLoaders among the ranks, and got a "
                 f"{type(dataloader).__name__}: pass a DataLoader"
             )
         if not is_training:
             return EvaluationLoader(
-                "ExactStrategy", dataloader, self.seed, self.root_device, is_contiguous=True
+                "ExactStrategy",
+                dataloader,
+                self.seed,
+                self.root_device,
+                is_contiguous=True,
+                is_divided=self.divide_evaluation,
             )
         sampler = getattr(dataloader.batch_sampler, "sampler", None)
         # As Lightning's own distributed sampler, which replaces these two.
@@ -238,7 +243,8 @@ class ExactStrategy(DDPStrategy):
             raise UsageError("ExactStrategy trains on one DataLoader: pass no other iterable")
         self._parts = []
         if not self.lightning_module.automatic_optimization:
-            return self._compute_manually(batch, *args, **kwargs)
+            with leaving(self.exact):
+                return self._compute_manually(batch, *args, **kwargs)
         for microbatch in batch[:-1]:
             output = self._compute(microbatch, *args, **kwargs)
             loss = output["loss"] if isinstance(output, Mapping) else output
@@ -322,7 +328,8 @@ class ExactStrategy(DDPStrategy):
         if zero_grad is not None:
             zero_grad()
             cast(Any, closure)._zero_grad_fn = None
-        results = [closure()]
+        with leaving(self.exact):
+            results = [closure()]
         module = self.lightning_module
         loss = module.trainer._results.combine(module, self._parts)
         output = getattr(closure, "_result", None)

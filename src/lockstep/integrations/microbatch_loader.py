@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -44,8 +44,16 @@ from lockstep.data.microbatch_sampler import (
 )
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.seeds import key
+from lockstep.training.exact import Exact
 
-__all__ = ["MicrobatchLoader", "Microbatches", "find_gather", "find_place", "rebuild_loader"]
+__all__ = [
+    "MicrobatchLoader",
+    "Microbatches",
+    "find_gather",
+    "find_place",
+    "leaving",
+    "rebuild_loader",
+]
 
 KNOWN = (RandomSampler, SequentialSampler, DistributedSampler)
 """The samplers whose order is a permutation, or that of the dataset."""
@@ -74,6 +82,16 @@ def find_place() -> tuple[int, int]:
 def find_gather() -> GatherFn | None:
     """Return a function that exchanges messages with all ranks; None on one rank."""
     return all_gather_bytes if find_place()[1] > 1 else None
+
+
+@contextmanager
+def leaving(handle: Exact) -> Iterator[None]:
+    """Undo the step of a handle if the body raises, before the framework handles the error."""
+    try:
+        yield
+    except BaseException:
+        handle.leave()
+        raise
 
 
 def rebuild_loader(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:

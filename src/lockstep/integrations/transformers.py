@@ -37,6 +37,7 @@ from lockstep.integrations.microbatch_loader import (
     MicrobatchLoader,
     find_gather,
     find_place,
+    leaving,
 )
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
@@ -55,10 +56,9 @@ RNG_STATES = ("rng_state.pth", "rng_state_0.pth")
 """The files with the generators of rank 0, saved by one process and by several."""
 
 
+# It has many methods: each overrides one of the Trainer's that counts or combines ranks.
 class ExactTrainer(Trainer):
     """A Trainer with the same bits on any number of ranks.
-
-    It has many methods: each overrides one of the Trainer's that counts or combines ranks.
 
     Args:
         *args: The arguments of `Trainer`.
@@ -225,7 +225,7 @@ class ExactTrainer(Trainer):
         """Compute this rank's micro-batches; return the loss of the whole batch on every rank."""
         assert self.exact is not None
         self._parts = []
-        with self._as_one_process():
+        with self._as_one_process(), leaving(self.exact):
             for microbatch, share in zip(inputs, self._shares, strict=True):
                 self._share = share
                 self.exact.begin()

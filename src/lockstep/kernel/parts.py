@@ -90,7 +90,7 @@ class Update(Protocol):
         """The learning rate of the first parameter group."""
 
     @property
-    def sharded(self) -> SharedUpdate | None:
+    def shared(self) -> SharedUpdate | None:
         """The update of parameters that all ranks share; None if each rank has its own."""
 
     def step_shared(self, about: str) -> None:

@@ -34,6 +34,7 @@ from lockstep.kernel.seeds import PlainSeeder, Seeder, torch_generators
 
 __all__ = [
     "BEFORE",
+    "NO_BACKWARD",
     "AroundCalls",
     "ModuleHooks",
     "RngScopes",

@@ -140,7 +140,7 @@ class OptimizerStep:
             BufferMismatchError: The results for a buffer cannot be merged.
             WorkError: The optimizer of shared parameters raised. All are raised on every rank.
         """
-        sharded = self.optimization.sharded
+        shared = self.optimization.shared
         try:
             parts = self._parts
             status = self._make_status(step, parts)
@@ -154,13 +154,13 @@ class OptimizerStep:
                 self._merge_buffers(summary, parts)
             step.times.reduced = step.times.updated = time.perf_counter()
             prepared = PreparedStep(step, summary, norm)
-            if sharded is not None and math.isfinite(norm):
+            if shared is not None and math.isfinite(norm):
                 with step.in_phase("optimizer"):
                     self.optimization.step_shared(step.label.about)
                 step.times.updated = time.perf_counter()
             return prepared
         except BaseException as error:
-            if sharded is None or not sharded.is_committed:
+            if shared is None or not shared.is_committed:
                 self._restore_buffers()
             if isinstance(error, Exception):
                 self.executor.reset()
@@ -294,9 +294,9 @@ class OptimizerStep:
 
         The norm is only non-finite if a smaller loss scale can be tried, here or by the script.
         """
-        scale, sharded = self.parallel.loss_scale, self.optimization.sharded
+        scale, shared = self.parallel.loss_scale, self.optimization.shared
         parameters = self.executor.parameters
-        present = _stored_gradients(parameters) if sharded is None else sharded.local_gradients()
+        present = _stored_gradients(parameters) if shared is None else shared.local_gradients()
         if scale is not None:
             scale.unscale_(present)
         norm = self._compute_norm(step, present)
@@ -312,7 +312,7 @@ class OptimizerStep:
         """Return the norm of the whole gradient, of which this rank has the tensors `present`."""
         replica, replicas = self.parallel.replica, self.parallel.replicas
         owners, counted = self.executor.owned_parameters, present
-        if self.optimization.sharded is not None:
+        if self.optimization.shared is not None:
             replica, replicas = 0, 1
         elif owners is not self.executor.parameters:  # stages
             counted = _stored_gradients(owners)
@@ -340,8 +340,8 @@ class OptimizerStep:
 
     def _keep_buffers(self, parts: Sequence[Part]) -> None:
         """Copy the buffers, since the step can still be undone after they are merged."""
-        if self.optimization.sharded is not None:
-            self.optimization.sharded.is_committed = False
+        if self.optimization.shared is not None:
+            self.optimization.shared.is_committed = False
         self._kept_buffers = [
             (tensor, tensor.clone()) for _, buffers in parts for tensor in buffers.tensors()
         ]

@@ -1,8 +1,8 @@
 """The context of one step on this rank: its inputs and its results.
 
-    Trainer          begins an attempt            ─┐
+    kernel.step      begins an attempt            ─┐
     executor         computes the micro-batches    ├─> one StepContext, filled from top to bottom
-    training.step    reads the results            ─┘
+    kernel.step      reads the results            ─┘
 
 An executor gets the context and writes its results into it; it does not depend on their use.
 

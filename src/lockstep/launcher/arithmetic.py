@@ -40,13 +40,28 @@ from lockstep.launcher.arithmetic_families import (
     make_values,
 )
 
-__all__ = ["compute", "measure_arithmetic"]
+__all__ = ["compute", "declare_portable", "has_portable_bits", "measure_arithmetic"]
 
 CHOOSING = ("ATEN_", "DNNL_", "LOCKSTEP_PORTABLE", "MKL_", "NPY_", "ONEDNN_", "OPENBLAS_")
 """The prefixes of variables by which libraries choose kernels."""
 
 OF_PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "flags")
 """The lines of /proc/cpuinfo that tell a kind of processor."""
+
+
+_is_portable = False
+
+
+def declare_portable(is_portable: bool) -> None:
+    """Note whether the kernels of this process are those of portable arithmetic."""
+    global _is_portable
+    _is_portable = is_portable
+    measure_arithmetic.cache_clear()
+
+
+def has_portable_bits() -> bool:
+    """Return whether this process computes portable bits, on any number of intra-op threads."""
+    return _is_portable
 
 
 def compute() -> str:

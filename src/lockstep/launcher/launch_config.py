@@ -19,11 +19,10 @@ __all__ = ["HOST_TIMEOUT", "LaunchConfig"]
 HOST_TIMEOUT = 10.0  # seconds
 
 
+# It has many attributes: one for each option.
 @dataclass(frozen=True)
 class LaunchConfig:
     """The options of `lockstep run`, with the names and meanings of torchrun.
-
-    It has many attributes: one for each option.
 
     Attributes:
         target: The script, module or program.

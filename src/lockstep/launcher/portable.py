@@ -19,7 +19,11 @@ import torch
 
 from lockstep.comm.portable_products import use_portable_products
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher.arithmetic import measure_arithmetic
+from lockstep.launcher.arithmetic import (
+    declare_portable,
+    has_portable_bits,
+    measure_arithmetic,
+)
 from lockstep.launcher.arithmetic_difference import NOT_OF_TORCH, join, name_differences, parse
 from lockstep.launcher.kernel_variables import (
     OF_TORCH,
@@ -32,7 +36,6 @@ from lockstep.messages import log
 __all__ = [
     "CONSTANTS",
     "choose_kernels",
-    "computes_portable_bits",
     "measure_of_torch",
     "restore_kernels",
 ]
@@ -44,9 +47,6 @@ CONSTANTS = {
 }
 """The fingerprint of portable arithmetic by the minor version of torch, without the families that
 do not depend on torch alone."""
-
-
-_has_replaced = False
 
 
 def choose_kernels(
@@ -79,22 +79,15 @@ def choose_kernels(
     _verify(is_set_here=bool(variables))
 
 
-def computes_portable_bits() -> bool:
-    """Return whether this process computes portable bits."""
-    return _has_replaced
-
-
 def restore_kernels() -> None:
     """Restore the kernels of torch that portable arithmetic has replaced."""
-    if _has_replaced:
+    if has_portable_bits():
         _replace_kernels(False)
 
 
 def _replace_kernels(enabled: bool) -> None:
-    global _has_replaced
     use_portable_products(enabled)
-    _has_replaced = enabled
-    measure_arithmetic.cache_clear()
+    declare_portable(enabled)
 
 
 def _verify(is_set_here: bool) -> None:

@@ -39,10 +39,9 @@ from lockstep.messages import log
 __all__ = ["RankProcesses", "StandardStreams"]
 
 
+# It has many attributes: all that exists once for each rank.
 class RankProcesses:
     """The processes of one launch on this host.
-
-    It has many attributes: all that exists once for each rank.
 
     Args:
         channel: The fork server's socket for this launch (`ForkServer.open_launch`).

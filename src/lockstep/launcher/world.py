@@ -38,12 +38,14 @@ from lockstep.launcher.device_choice import (
     select_device,
 )
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
+from lockstep.launcher.kernel_variables import is_portable_requested
 from lockstep.launcher.malloc import keep_freed_memory
 from lockstep.launcher.portable import choose_kernels, restore_kernels
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.launcher.rendezvous import choose_interface, find_place, leave_store, wait_for_ranks
 from lockstep.launcher.signals import print_stack_on_signal
 from lockstep.messages import escape_control, log
+from lockstep.processor_core import divide_cores
 
 __all__ = [
     "World",
@@ -98,7 +100,7 @@ def init(
     *,
     backend: str | None = None,
     timeout: float = 300.0,
-    threads: int = 1,
+    threads: int | None = None,
     device: str | torch.device | None = None,
     portable: bool | None = None,
 ) -> World:
@@ -114,8 +116,9 @@ def init(
             backend for them (NCCL for CUDA), and Gloo for their CPU tensors; for ranks on CPUs
             the backend "lockstep" if it can be used, else Gloo.
         timeout: The seconds to wait for the other ranks, and for each collective.
-        threads: The number of torch's intra-op threads. It affects the bits, and must be the same
-            on every rank.
+        threads: The number of torch's intra-op threads of this rank. None: 1, because it affects
+            the bits and must be the same on every rank; with portable bits, which do not depend
+            on it, the cores that this process may use, divided by its ranks on this host.
         device: The device of this rank. None: the accelerator with its local rank if there is
             one, else the CPU.
         portable: Whether to compute the same bits on every x86-64 processor with AVX2. It must be
@@ -147,9 +150,12 @@ def init(
     if store is not None and rank_info.unknown:
         rank_info = find_place(store, rank_info)
     chosen = choose_device(device, rank_info)
+    is_portable = is_portable_requested(os.environ) if portable is None else portable
+    if threads is None:
+        threads = divide_cores(rank_info.local_world_size) if is_portable else 1
     _configure_torch(threads, chosen)
     try:
-        choose_kernels(portable, chosen, _set_variable)
+        choose_kernels(is_portable, chosen, _set_variable)
     except UsageError:
         restore_kernels()
         _unset_variables()
@@ -258,14 +264,16 @@ def world() -> World:
     return _current
 
 
-def require_world() -> World:
-    """Return the world; join it with the present number of threads if `init` was not called.
+def require_world(*, keeps_threads: bool = False) -> World:
+    """Return the world; join it if `init` was not called.
 
-    A default process group that exists already is adopted.
+    Args:
+        keeps_threads: Whether to keep the number of threads if bits depend on it.
     """
-    if _current is None or not dist.is_initialized():
-        return init(threads=torch.get_num_threads())
-    return _current
+    if _current is not None and dist.is_initialized():
+        return _current
+    is_kept = keeps_threads and not is_portable_requested(os.environ)
+    return init(threads=torch.get_num_threads() if is_kept else None)
 
 
 def rank() -> int:

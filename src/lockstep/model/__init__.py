@@ -1,1 +1,1 @@
-"""One training step on one rank: micro-batches, gradients, the update."""
+"""What a step knows of a model: its calls, blocks, buffers and loss, and what it must not do."""

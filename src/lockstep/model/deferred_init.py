@@ -18,14 +18,17 @@ modules and recurrent layers, which hold weak references to their weights, still
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from types import FrameType
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.seeds import isolated, key, seed_all
@@ -312,12 +315,30 @@ class Released(torch.Tensor):
 
     torch itself does not: the product of a tensor and of one on the meta device is a tensor of
     arbitrary numbers. Attributes such as `shape` and `grad` are as fast as those of any tensor.
+
+    A script that initializes the weights of all stages, as `reset_parameters()` does, draws the
+    same random numbers on every rank: for a tensor that was released, they are drawn and dropped.
+    What is computed from such a tensor is one, too.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     reader: ClassVar[Callable[[], str] | None] = None
     """Describes the block or the loss that is being called; None if nothing is."""
     path: str
+    origin: torch.device
+    """The device of the tensor before it was released, whose generator is drawn from."""
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """True, since it has no memory.
+
+        Functions of `torch.nn.init` that draw until the values fit, such as `trunc_normal_`, ask
+        for this and draw nothing then. They are called with a tensor that has memory, first.
+        """
+        frame = sys._getframe(1)
+        if frame.f_globals is vars(nn.init):
+            _initialize_and_drop(self, frame)
+        return True
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -335,8 +356,13 @@ class Released(torch.Tensor):
                 "return what it needs as part of a block's output, register a parameter in both "
                 "blocks, or choose a balance that keeps them in one stage"
             )
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            _draw_and_drop(function, args, kwargs)
         with torch._C._DisableTorchDispatch():
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **kwargs)
+        model = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Released))
+        return tree_map(partial(_release_like, model), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Released:
         """Return another released tensor, for copies of the model."""
@@ -351,10 +377,69 @@ class ReleasedParameter(Released, nn.Parameter):
 def make_released(tensor: torch.Tensor, path: str) -> Released:
     """Return a released tensor like this one; `path` is its name in messages."""
     kind = ReleasedParameter if isinstance(tensor, nn.Parameter) else Released
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    with torch._C._DisableTorchDispatch():  # what is made from a released tensor is one, too
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     made: Released = torch.Tensor._make_subclass(kind, empty, tensor.requires_grad)
     made.path = path
+    made.origin = tensor.origin if isinstance(tensor, Released) else tensor.device
     return made
+
+
+def _release_like(model: Released, value: Any) -> Any:
+    """Return what was computed from a released tensor, as one; a value with memory as it is."""
+    is_result = (
+        isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, Released)
+    )
+    if not is_result:
+        return value
+    made: Released = torch.Tensor._make_subclass(Released, value, value.requires_grad)
+    made.path = getattr(model, "path", "a tensor")
+    made.origin = model.origin
+    return made
+
+
+VALUE_FREE = (
+    "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_",
+    "log_normal_", "rand_like", "randn_like", "randint_like", "bernoulli", "native_dropout",
+)  # fmt: skip
+"""The operators that draw as many random numbers for any values of their tensors."""
+
+
+def _draw_and_drop(function: Any, args: Any, kwargs: Any) -> None:
+    """Draw the random numbers of an operator on released tensors, as the other ranks do.
+
+    Raises:
+        UsageError: How many numbers are drawn depends on values that this rank does not have.
+    """
+    name = function.name().partition("::")[2].partition(".")[0]
+    paths = [leaf.path for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Released)]
+    if name not in VALUE_FREE:
+        raise UsageError(
+            f"{name} draws random numbers that depend on {paths[0]}, which is in another pipeline "
+            "stage: draw them from a tensor that every rank has, or train without stages"
+        )
+
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        function(*tree_map(_give_memory, args), **tree_map(_give_memory, kwargs))
+
+
+def _initialize_and_drop(released: Released, frame: FrameType) -> None:
+    """Call the function of `torch.nn.init` in a frame with a tensor that has memory."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = {name: frame.f_locals[name] for name in names}
+    if given.get("tensor") is released:
+        with torch.no_grad():
+            frame.f_globals[code.co_name](**given | {"tensor": _give_memory(released)})
+
+
+def _give_memory(value: Any) -> Any:
+    """Return a tensor of zeros like a released one; any other value itself."""
+    if not isinstance(value, Released):
+        return value
+    # Strides, too: they decide in which order numbers are drawn.
+    shape, strides = value.shape, value.stride()
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.origin).zero_()
 
 
 def release(model: nn.Module, is_kept: Callable[[str], bool]) -> None:
@@ -366,6 +451,7 @@ def release(model: nn.Module, is_kept: Callable[[str], bool]) -> None:
             tensor.__class__ = type(other)
             torch._C._swap_tensor_impl(tensor, other)
             cast("Released", tensor).path = name
+            cast("Released", tensor).origin = other.origin
 
 
 def _reallocate(parameter: nn.Parameter, device: str | torch.device) -> None:

@@ -45,13 +45,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checksum import checksum
 from lockstep.devices import device_names
 from lockstep.kernel.buffer_rules import describe_buffer_rules
-from lockstep.launcher.arithmetic import measure_arithmetic
+from lockstep.launcher.arithmetic import has_portable_bits, measure_arithmetic
 from lockstep.version import VERSION
 
 __all__ = [
     "ARITHMETIC",
     "MACHINERY",
     "PLAIN",
+    "THREADS",
     "Description",
     "Difference",
     "describe",
@@ -92,6 +93,9 @@ INDEXED_DEVICE = re.compile(r"(cuda|xpu|hpu|mps|npu|xla|privateuseone):\d+")
 
 ARITHMETIC = "arithmetic"
 """The entry with the fingerprint of the bits that a process computes."""
+
+THREADS = "torch.get_num_threads()"
+"""The entry with the number of intra-op threads, if bits depend on it."""
 
 HIDDEN_OF_MODULES = MACHINERY - {"training"}
 
@@ -201,7 +205,6 @@ def describe_environment() -> Description:
     entries = {
         "lockstep.__version__": VERSION,
         "torch.__version__": torch.__version__,
-        "torch.get_num_threads()": str(torch.get_num_threads()),
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.are_deterministic_algorithms_enabled()": str(
@@ -210,6 +213,8 @@ def describe_environment() -> Description:
         "torch.backends.mkldnn.enabled": str(torch.backends.mkldnn.enabled),
         **describe_arithmetic(),
     }
+    if not has_portable_bits():
+        entries[THREADS] = str(torch.get_num_threads())
     if names := device_names():
         # Another model of accelerator rounds otherwise, and so does another precision of float32.
         entries["accelerator"] = names[torch.accelerator.current_device_index()]

@@ -208,7 +208,7 @@ def explain_batch_norm(error: BaseException, where: str) -> UsageError | None:
         return None
     return UsageError(
         f"{where} holds one sample, and batch norm cannot train on one: pass drop_last=True to "
-        "trainer.batches, or choose the batch size and the number of micro-batches so that each "
+        "batches(...), or choose the batch size and the number of micro-batches so that each "
         "holds at least two, also in the short last batch of an epoch"
     )
 
@@ -218,7 +218,7 @@ def extract_loss(output: Any, where: str) -> Any:
     loss = _find_loss(output, where)
     if loss is output and not isinstance(output, torch.Tensor):
         raise LossError(
-            f"{where}: the trainer has no loss function, so the model must return its loss: a "
+            f"{where}: there is no loss function, so the model must return its loss: a "
             'tensor, a mapping with "loss", an object with .loss or a tuple that begins with the '
             f"loss, not {_describe_output(output)}"
         )
@@ -252,7 +252,7 @@ def _find_loss(value: Any, where: str) -> Any:
         raise LossError(
             f"{where}: a {type(value).__name__} has the loss None: put the targets into the batch "
             "under the name of the argument of the model (such as labels), or pass a loss function "
-            "of (outputs, targets) to the Trainer"
+            "of (outputs, targets), loss="
         )
     return loss
 

@@ -48,10 +48,9 @@ class Moment(NamedTuple):
     samples: bytes
 
 
+# It has many attributes: what it holds, in the forms that a step compares in few calls.
 class HeldParameters:
     """The modules and parameters that a trainer holds.
-
-    It has many attributes: what it holds, in the forms that a step compares in few calls.
 
     Args:
         modules: The modules that a step calls, by their names in messages.
@@ -257,29 +256,29 @@ class HeldParameters:
     def explain_structure(self) -> str:
         """Name the first module or parameter that was added, replaced or removed; "" if legal."""
         advice = (
-            "the Trainer trains the model that it was given: change the model before you make the "
-            "Trainer, or make another Trainer after the change"
+            "change the model before ls.Trainer or ls.exact gets it, or set up another training "
+            "after the change"
         )
         modules, parameters = self._find_modules(), self._find_parameters()
         now = {id(parameter) for parameter in parameters.values()}
         for name, parameter in parameters.items():
             if id(parameter) not in self._own:
                 verb = "replaced" if name in self._parameters else "added"
-                return f"the parameter {name} was {verb} after the Trainer was made; {advice}"
+                return f"the parameter {name} was {verb} after the training was set up; {advice}"
         for name, module in self._modules.items():
             if modules.get(name) is not module:
                 what = f"the module {name} ({type(module).__name__})"
                 verb = "replaced" if name in modules else "removed"
-                return f"{what} was {verb} after the Trainer was made; {advice}"
+                return f"{what} was {verb} after the training was set up; {advice}"
         inside = tuple(f"{name}." for name in self._blocks)
         for name, module in modules.items():
             if name not in self._modules and inside and not name.startswith(inside):
                 what = f"the module {name} ({type(module).__name__})"
-                return f"{what} was added after the Trainer was made; {advice}"
+                return f"{what} was added after the training was set up; {advice}"
         for name, parameter in self._parameters.items():
             if id(parameter) not in now or (inside and name not in parameters):
                 verb = "renamed" if id(parameter) in now else "removed"
-                return f"the parameter {name} was {verb} after the Trainer was made; {advice}"
+                return f"the parameter {name} was {verb} after the training was set up; {advice}"
         return ""
 
     def _explain_groups(self) -> str:
@@ -287,7 +286,7 @@ class HeldParameters:
         assert self._optimizer is not None
         if self._is_shared and self._find_groups() != self._groups:
             return (
-                "trainer.optimizer got a parameter group after the Trainer was made, and with "
+                "trainer.optimizer got a parameter group after the training was set up, and with "
                 'storage="shared" its parameters would have no pieces: give the optimizer all '
                 "parameters when you make the Trainer, with requires_grad_(False) for those that "
                 'train later, or train with storage="replicated"'
@@ -302,8 +301,8 @@ class HeldParameters:
             name, held = self._names[number], self._layouts[number]
             if (now := _describe_layout(parameter)) != held:
                 return (
-                    f"the parameter {name} changed from {held} to {now} after the Trainer was "
-                    "made: convert the model before you make the Trainer"
+                    f"the parameter {name} changed from {held} to {now} after the training "
+                    "was set up: convert the model before ls.Trainer or ls.exact gets it"
                 )
             if self._is_shared and pointers[number] != self._pointers[number]:
                 return (
@@ -354,7 +353,7 @@ def explain_stranger(leaf: torch.Tensor) -> str:
     kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
     return (
         f"a {kind} of shape {tuple(leaf.shape)} that is not in the model takes part in the loss "
-        "and requires a gradient, which the Trainer neither adds over the ranks nor applies: make "
+        "and requires a gradient, which is neither added over the ranks nor applied: make "
         "it a part of the model (an nn.Parameter in an attribute of a module), or call "
         "requires_grad_(False) on it"
     )
@@ -367,9 +366,9 @@ def find_stranger(optimizer: Optimizer, own: Collection[int]) -> str:
             if id(parameter) not in own:
                 return (
                     f"param_groups[{number}] of the optimizer has a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not in the model, so the Trainer would not "
-                    "add its gradient over the ranks: make it a part of the model before you make "
-                    "the Trainer"
+                    f"{tuple(parameter.shape)} that is not in the model, so that its gradient "
+                    "would not be added over the ranks: make it a part of the model before "
+                    "ls.Trainer or ls.exact gets the model"
                 )
     return ""
 

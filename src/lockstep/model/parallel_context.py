@@ -29,17 +29,16 @@ from lockstep.model.target_weights import find_ignored_count
 __all__ = ["ParallelContext"]
 
 
+# It has many attributes: the arguments of a trainer, and what each step or micro-batch asks of
+# them.
 @dataclass(eq=False)
 class ParallelContext:
     """The layout, the loss and the arithmetic of a trainer, as seen by this rank.
 
-    It has many attributes: the arguments of a trainer, and what each step or micro-batch asks of
-    them.
-
     All parts of a trainer hold the same object. `loss_scale` changes between steps, equally on all
     ranks. `is_recorded` is set while steps are recorded or replayed: batches are hashed then. The
     layout changes only in `enter`, at the beginning of a round of an elastic run.
-    `is_interleaved` says that parameters are sharded, so that ranks take turns.
+    `is_sharded` says that parameters are sharded, so that ranks take turns.
     """
 
     microbatches: int
@@ -58,7 +57,7 @@ class ParallelContext:
     extra_modules: tuple[nn.Module, ...] = ()
     activation_checkpointing: bool = False
     loss_scale: LossScale | None = None
-    is_interleaved: bool = False
+    is_sharded: bool = False
     is_recorded: bool = False
 
     def __post_init__(self) -> None:
@@ -74,17 +73,17 @@ class ParallelContext:
         """Find this rank's replica, its stage there (`position`) and its part of a batch."""
         self.replicas = sum(map(len, self.hosts))
         self.replica, self.position = divmod(self.rank, self.stages)
-        self.share = ReplicaShare(self.microbatches, self.hosts, self.replica, self.is_interleaved)
+        self.share = ReplicaShare(self.microbatches, self.hosts, self.replica, self.is_sharded)
 
     @property
     def has_parts(self) -> bool:
         """Whether ranks have different parts of the model."""
-        return self.stages > 1 or self.is_interleaved
+        return self.stages > 1 or self.is_sharded
 
     @property
     def part(self) -> tuple[int, int]:
         """The part of the state that this rank holds, and the number of parts."""
-        if not self.is_interleaved:
+        if not self.is_sharded:
             return self.position, self.stages
         (ranks,) = (ranks for ranks in self.hosts if self.replica in ranks)
         return ranks.index(self.replica), len(ranks)
@@ -111,7 +110,7 @@ class ParallelContext:
             "replicas": self.replicas,
             "replica": self.replica,
             "hosts": self.hosts,
-            "is_interleaved": self.is_interleaved,
+            "is_sharded": self.is_sharded,
             "rank": self.rank,
         }
 
@@ -136,7 +135,7 @@ class ParallelContext:
         """Return, for each replica, the nodes of the tree that cover its micro-batches."""
         if self.held_nodes is not None:
             return self.held_nodes
-        return self.share.nodes(leaves) if self.is_interleaved else assign_nodes(leaves, self.hosts)
+        return self.share.nodes(leaves) if self.is_sharded else assign_nodes(leaves, self.hosts)
 
     def take_turns(self, batch: Batch) -> Iterator[tuple[Microbatch, bool]]:
         """Yield the micro-batches to evaluate, and whether each one counts on this rank.
@@ -148,8 +147,8 @@ class ParallelContext:
             LayoutError: The first batch has fewer micro-batches than there are ranks.
         """
         own = batch.microbatches
-        turns = -(-batch.leaves // self.replicas) if self.is_interleaved else len(own)
-        if self._spare is None and self.is_interleaved and self.replicas > 1:
+        turns = -(-batch.leaves // self.replicas) if self.is_sharded else len(own)
+        if self._spare is None and self.is_sharded and self.replicas > 1:
             if batch.leaves < self.replicas:
                 raise LayoutError(
                     f"a batch of {batch.size} samples cannot be evaluated by the {self.replicas} "

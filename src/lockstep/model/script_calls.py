@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lockstep.kernel.buffers import Buffers
-from lockstep.kernel.rng_scopes import RngScopes, is_in_backward
+from lockstep.kernel.rng_scopes import NO_BACKWARD, RngScopes
 from lockstep.kernel.step_context import NOTHING, ComputedMicrobatch
 from lockstep.model.compilation import is_plain_call
 from lockstep.model.forward import explain_batch_norm
@@ -99,7 +99,8 @@ class ScriptCalls:
     def _make_call(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             loop = self.loop
-            if is_in_backward():  # recomputed activations repeat a call
+            # Recomputed activations repeat a call. Without another call, as in every micro-batch.
+            if torch._C._current_graph_task_id() != NO_BACKWARD:
                 return inner(*args, **kwargs)
             if loop is None:
                 with self._discarding_own() if self._is_in_other_step() else NOTHING:

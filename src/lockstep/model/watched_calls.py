@@ -41,6 +41,9 @@ EndCall = Callable[[Any], None]
 class ShardedModel(Protocol):
     """The gradients of a model whose parameters all ranks gather together."""
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Free the parameters that are gathered; return the context of a step's micro-batches."""
+
     def hashing(self) -> AbstractContextManager[None]:
         """Return a context in which the gradients of a micro-batch are hashed."""
 

@@ -52,11 +52,10 @@ MISSING = object()
 ADVICE = "pipeline stages call only the blocks: move all else that forward does into a block"
 
 
+# It has many attributes: the model is replaced part by part while its forward is checked, and
+# restored.
 class Composition:
     """The blocks of a model, and the check of its forward.
-
-    It has many attributes: the model is replaced part by part while its forward is checked, and
-    restored.
 
     Args:
         model: The whole model; its blocks may be on the meta device.

@@ -27,14 +27,13 @@ MAX_IMAGE = 1 << 20  # bytes of a PNG file
 def describe_value(name: str, value: Any, kind: str) -> dict[str, Any]:
     """Return a value as fields of a line; UsageError if it is not of this kind."""
     if kind not in KINDS:
-        raise UsageError(f"trainer.log({name!r}): kind is one of {', '.join(KINDS)}, not {kind!r}")
+        raise UsageError(f"log({name!r}): kind is one of {', '.join(KINDS)}, not {kind!r}")
     try:
         tensor = torch.as_tensor(value).detach().cpu()
         array = tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype).numpy()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"trainer.log({name!r}): a {type(value).__name__} is neither a number nor a tensor or "
-            "an array"
+            f"log({name!r}): a {type(value).__name__} is neither a number nor a tensor or an array"
         ) from error
     if kind == "histogram":
         return {"histogram": _count(array.astype(np.float64).ravel())}
@@ -42,7 +41,7 @@ def describe_value(name: str, value: Any, kind: str) -> dict[str, Any]:
         return {"image": _draw(name, array)}
     if array.size != 1:
         raise UsageError(
-            f"trainer.log({name!r}): the value has shape {array.shape}; pass one number, or "
+            f"log({name!r}): the value has shape {array.shape}; pass one number, or "
             'kind="histogram" or kind="image"'
         )
     return {"value": float(array.reshape(()))}
@@ -64,7 +63,7 @@ def _draw(name: str, array: np.ndarray[Any, Any]) -> str:
     planes = array[None] if array.ndim == 2 else array
     if planes.ndim != 3 or planes.shape[0] not in (1, 3) or not planes.size:
         raise UsageError(
-            f"trainer.log({name!r}): an image has the shape (height, width), or (channels, height, "
+            f"log({name!r}): an image has the shape (height, width), or (channels, height, "
             f"width) with 1 or 3 channels, not {array.shape}"
         )
     if planes.dtype != np.uint8:
@@ -75,7 +74,7 @@ def _draw(name: str, array: np.ndarray[Any, Any]) -> str:
     png = file.getvalue()
     if len(png) > MAX_IMAGE:
         raise UsageError(
-            f"trainer.log({name!r}): the image has {len(png):,} bytes as a PNG file, and at most "
+            f"log({name!r}): the image has {len(png):,} bytes as a PNG file, and at most "
             f"{MAX_IMAGE:,} are recorded; scale it down"
         )
     return base64.b64encode(png).decode()

@@ -64,10 +64,9 @@ class Mean:
         return self._total / self._weight if self.count else 0.0
 
 
+# It has many attributes: the figures of the last step, and when each was last shown.
 class Progress:
     """The progress display of one trainer, which appears with its first step.
-
-    It has many attributes: the figures of the last step, and when each was last shown.
 
     It shows nothing while the display of another trainer (as in a GAN) or a progress bar of tqdm
     is on the screen. A call of `step` that does not draw takes about 2 microseconds.

@@ -16,7 +16,6 @@ from lockstep.launcher.arithmetic_difference import name_differences
 from lockstep.redaction import redact
 
 __all__ = [
-    "count_usable_cores",
     "describe_environment",
     "describe_other_arithmetic",
     "find_environment_differences",
@@ -67,6 +66,7 @@ def describe_environment() -> dict[str, Any]:
     from lockstep.launcher.arithmetic import measure_arithmetic
     from lockstep.launcher.kernel_variables import is_portable_requested
     from lockstep.launcher.world import variables_set
+    from lockstep.processor_core import count_usable_cores
     from lockstep.version import VERSION
 
     own = variables_set()
@@ -131,13 +131,6 @@ def processor_name() -> str:
             if name.strip() in ("model name", "Model", "cpu model"):
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def count_usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:

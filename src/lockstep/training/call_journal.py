@@ -229,7 +229,7 @@ class CallJournal:
             raise UsageError(
                 f"the batches of the first {steps} steps are not those of the interrupted run: "
                 "make the order of the data repeatable (a seeded generator), or use "
-                "trainer.batches(dataset, ...)"
+                "batches(dataset, ...)"
             )
         self._entries.append(self._take("steps", {}))
         self._steps_answered, self._batches = 0, ""
@@ -246,7 +246,7 @@ class CallJournal:
         value = self._digests.get(self._place(name, steps))
         if value is None:
             raise UsageError(
-                f"trainer.{name}() was not called here by rank 0 of the interrupted run, which "
+                f"{name}() was not called here by rank 0 of the interrupted run, which "
                 f"{_describe(self._answers[0])} next, and the weights of that time are not kept: "
                 f"{ADVICE[self._answers[0]['kind']]}, or write `if not trainer.is_replaying:` "
                 "before the call"

@@ -27,6 +27,7 @@ from lockstep.launcher.run_folder import CHECKPOINTS, command_words, find_launch
 from lockstep.launcher.world import world
 from lockstep.messages import log
 from lockstep.model.call_site import class_name
+from lockstep.model.description import THREADS
 from lockstep.record.program import describe_program
 from lockstep.record.run_environment import describe_environment, find_environment_differences
 from lockstep.record.sources import find_sources
@@ -99,6 +100,8 @@ def find_differences(
     ]
     for entry in {**saved["settings"], **here["settings"]}:
         before, now = saved["settings"].get(entry), here["settings"].get(entry)
+        if entry == THREADS and here["environment"].get("portable"):
+            continue  # a checkpoint of an earlier version, whose portable bits depended on it
         is_derived = re.match(r"scheduler(\[\d+\])?\._", entry)
         if before != now and not entry.startswith(FREE) and not is_derived:
             restored = " (the checkpoint's is used)" if used.get(entry) == before else ""
@@ -177,7 +180,7 @@ def log_continued(
         return  # the state of a trainer that this one is registered with or comes after
     advice = ""
     if path is None:
-        advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig() to the trainer"
+        advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig()"
         source = "the beginning: no checkpoint"
     elif origin.state is not None:
         source = f"step {steps}, handed over by {format_numbered('member', origin.writers)}"

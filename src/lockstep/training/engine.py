@@ -56,10 +56,14 @@ from lockstep.training.round_entry import RoundEntry
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
 from lockstep.training.run_record import LoggerLike, RunRecord
-from lockstep.training.sharded_optimizer import SharedStateCheck
 from lockstep.training.sharded_step import choose_squares
+from lockstep.training.shared_state_check import SharedStateCheck
 from lockstep.training.state import TrainingState, begin_position
-from lockstep.training.step_environment import CollectiveCallCheck, KernelSettings
+from lockstep.training.step_environment import (
+    CollectiveCallCheck,
+    GatheredParameters,
+    KernelSettings,
+)
 from lockstep.training.step_operation import StepOperation
 from lockstep.training.step_usage import StepUsage
 from lockstep.training.trainer_hooks import (
@@ -181,7 +185,7 @@ class Engine:
             partial(exchange_statuses, parallel.messages),
             hooks,
             options.max_grad_norm,
-            is_repeatable=setup.optimization.sharded is not None or member is not None,
+            is_repeatable=setup.optimization.shared is not None or member is not None,
             squares=choose_squares(parallel, setup.module),
         )
         self.steps = StepOperation(optimizer_step, setup.model, self.run)
@@ -238,8 +242,11 @@ class Engine:
         position, optimization = setup.executor.position, setup.optimization
         settings = KernelSettings(setup.model, may_overlap=self.options.is_exact)
         hooks: list[StepHook] = [settings, CollectiveCallCheck(position)]
-        if optimization.sharded is not None:
-            hooks.append(SharedStateCheck(optimization.sharded, setup.state_check.held))
+        executor = setup.executor
+        if isinstance(executor, WholeModelExecutor) and executor.sharded is not None:
+            hooks.append(GatheredParameters(executor.sharded))
+        if optimization.shared is not None:
+            hooks.append(SharedStateCheck(optimization.shared, setup.state_check.held))
         hooks += setup.checks
         if optimization.is_split:
             hooks.append(OptimizerHookCheck(optimization))
@@ -272,8 +279,8 @@ class Engine:
             hooks.append(UpdateCheck(config, parallel.rank, *steps, self.history.write))
         # A process that joins an elastic run is alone at first.
         if parallel.replicas > 1 or member is not None:
-            sharded = optimization.sharded
-            shared = [] if sharded is None else sharded.shared.parameters
+            update = optimization.shared
+            shared = [] if update is None else update.shared.parameters
             held = optimization.unshared_state
             # First, before other checks raise an error about what it can restore.
             hooks.insert(0, ReplicaCheck(config, parallel, modules, held, record, shared))
@@ -288,7 +295,7 @@ class Engine:
                 self.parallel,
                 setup.model,
                 setup.module,
-                setup.optimization.sharded is None,
+                setup.optimization.shared is None,
                 state.digest,
                 state.optimizer_digest,
                 setup.optimization.local_state,

@@ -89,7 +89,7 @@ class Epoch(Batches):
             return
         is_same = finished[0] is options.dataset and finished[1:] == (self.epoch, options.seed)
         if is_same and (options.shuffle or type(options.dataset) is not TensorDataset):
-            advice = "write trainer.batches(..., epoch=epoch), or leave epoch= out"
+            advice = "write batches(..., epoch=epoch), or leave epoch= out"
             place, sentence = describe_repetition(self.epoch, advice, sys._getframe())
             self._history.warn(0, place, sentence, show=self._who == "rank 0")
 

@@ -206,7 +206,7 @@ class Exact(Services):
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         about = f"clipping in step {self.steps - 1}"
         norm = self._clip(gradients, max_norm, about)
-        steps.note_clipped()
+        steps.note_gradients()
         return norm
 
     # --- a loop over micro-batches ------------------------------------------------------------
@@ -306,6 +306,15 @@ class Exact(Services):
             self._flat.go_to(self._start)
         return self._flat
 
+    def leave(self) -> None:
+        """Undo a step that was left in the middle of its batch, such as after an exception.
+
+        `microbatches` calls it. A loop that calls `begin` has to call it if it catches exceptions;
+        otherwise the step stays open. The next step raises UsageError, unless a state is loaded.
+        """
+        if self._flat is not None:
+            self._flat.leave()
+
     def refuse_audit(self, reason: str) -> None:
         """Never call the model again, for a loop whose model counts its calls.
 
@@ -330,9 +339,14 @@ class Exact(Services):
             UsageError: A step has begun and is not complete.
         """
         self._require_settled("state_dict()")
-        epoch, batch = self._start if self._flat is None else self._flat.next_position
+        epoch, batch = self._next_position
         position = {"step": self.steps, "epoch": epoch, "batch": batch, **self._settings}
         return super().state_dict() | position if self._has_optimizers else position
+
+    @property
+    def _next_position(self) -> tuple[int, int]:
+        """The epoch and the batch after the last complete step of a flat loop."""
+        return self._start if self._flat is None else self._flat.next_position
 
     @property
     def _has_optimizers(self) -> bool:
@@ -353,6 +367,7 @@ class Exact(Services):
                 )
         if "model" in state:
             super().load_state_dict(state)
+        self._script_steps.forget_left()  # the state says where the training goes on
         if "step" in state:
             self.engine.state.position.steps = state["step"]
             self._start = state["epoch"], state["batch"]

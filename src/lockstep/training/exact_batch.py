@@ -10,13 +10,14 @@ for batch in exact.batches(dataset, batch_size=128):       all ranks together
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from lockstep.data.loader import Batches
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.rank_status import StatusSummary
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.script_steps import ScriptSteps
 
@@ -45,15 +46,14 @@ class ExactBatch:
         self.indices = batch.indices
         self._steps = steps
         self._loop: MicrobatchLoop | None = None
-        self._loss: float | None = None
+        self._summary: StatusSummary | None = None  # after the iteration
         self._norm = 0.0
-        self._metrics: dict[str, float] = {}
         self._final = -1  # the micro-batch whose only backward has run
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the data of this rank's micro-batches, one after another."""
         steps = self._steps
-        self._loss = None
+        self._summary = None
         is_finished = False
         while not is_finished:
             steps.require_no_gradients()
@@ -72,9 +72,7 @@ class ExactBatch:
                 self._loop = None
         assert steps.opened is not None
         assert steps.opened.prepared is not None
-        _, summary, self._norm = steps.opened.prepared
-        self._loss = summary.sum_losses()
-        self._metrics = summary.average_metrics() if summary.metrics else {}
+        _, self._summary, self._norm = steps.opened.prepared
 
     def backward(
         self,
@@ -93,7 +91,8 @@ class ExactBatch:
             share: The factor of the loss in that of the batch, the same for any number of ranks.
                 None: the micro-batch's share of the samples.
             weight: What the mean divides by instead of the samples, such as the number of tokens;
-                losses and gradients are divided by the sum of all weights of the batch.
+                losses and gradients are divided by the sum of all weights of the batch. Of a
+                micro-batch with weight 0, loss and gradients are left out.
             scaler: The scaler of a loss in float16; `loss` is then not scaled yet.
             final: Whether this is the only backward of the micro-batch. Pass False to each call
                 if there are several, whose losses are added.
@@ -103,8 +102,10 @@ class ExactBatch:
             LossError: The loss is not a scalar that depends on a trainable parameter.
             UsageError: No micro-batch is being computed, or the last backward was final.
         """
-        loop = self._require_loop("batch.backward(loss)")
-        index = loop.microbatch.index
+        loop = self._loop
+        if loop is None or loop.current is None:
+            self._refuse("batch.backward(loss)")
+        index = loop.current.microbatch.index
         if index == self._final:
             raise UsageError(
                 f"{loop.place}: a second backward of the micro-batch: add its losses and call "
@@ -112,6 +113,10 @@ class ExactBatch:
             )
         if weight is not None:
             self._steps.weights.given[index] = share = float(weight)
+        if weight == 0:  # such as a mean over no tokens, which is not a number
+            loop.is_skipped = True
+            self._final = index
+            return
         scaled = None
         if scaler is not None:
             scaled = scaler.scale(loss)
@@ -123,15 +128,17 @@ class ExactBatch:
     def log(self, name: str, value: Any, weight: float | None = None) -> None:
         """Add a value of the current micro-batch to a mean over the whole batch.
 
-        The means of all ranks are in `metrics` after the iteration, and in the record.
+        The means of all ranks are in `metrics` after the iteration, and in the record. Values of a
+        micro-batch with weight 0 are left out.
 
         Args:
             name: The name, such as "accuracy".
             value: A number, or a tensor with one element: a mean over the samples.
             weight: What the mean divides by instead of the samples, such as a number of tokens.
         """
-        loop = self._require_loop("batch.log(name, value)")
-        assert loop.current is not None
+        loop = self._loop
+        if loop is None or loop.current is None:
+            self._refuse("batch.log(name, value)")
         given = value.detach() if isinstance(value, torch.Tensor) else value
         loop.current.metrics[name] = given if weight is None else (given, weight)
 
@@ -142,9 +149,7 @@ class ExactBatch:
         Raises:
             UsageError: The iteration over the batch has not ended.
         """
-        if self._loss is None:
-            raise UsageError("batch.loss is known after the loop over the batch, on every rank")
-        return self._loss
+        return self._require_summary("batch.loss").sum_losses()
 
     @property
     def norm(self) -> float:
@@ -153,19 +158,21 @@ class ExactBatch:
         Raises:
             UsageError: The iteration over the batch has not ended.
         """
-        if self._loss is None:
-            raise UsageError("batch.norm is known after the loop over the batch, on every rank")
+        self._require_summary("batch.norm")
         return self._norm
 
     @property
     def metrics(self) -> dict[str, float]:
         """The means over the whole batch of what was logged, the same floats on every rank."""
-        return dict(self._metrics)
+        return {} if self._summary is None else self._summary.average_metrics()
 
-    def _require_loop(self, call: str) -> MicrobatchLoop:
-        if self._loop is None or self._loop.current is None:
-            raise UsageError(f"call {call} inside of the loop over the micro-batches of the batch")
-        return self._loop
+    def _require_summary(self, name: str) -> StatusSummary:
+        if self._summary is None:
+            raise UsageError(f"{name} is known after the loop over the batch, on every rank")
+        return self._summary
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise UsageError(f"call {call} inside of the loop over the micro-batches of the batch")
 
 
 class ExactBatches:

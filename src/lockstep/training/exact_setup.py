@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful
+from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful, read_checkpoint
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import Hosts, on_one_host
 from lockstep.data_parallel.gradient_reducer import GradientReducer
@@ -33,6 +33,7 @@ from lockstep.data_parallel.sharded_gradients import (
 from lockstep.data_parallel.sharded_norm import clip_grad_norm_
 from lockstep.elastic.membership import membership
 from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.launcher.arithmetic import has_portable_bits
 from lockstep.launcher.world import require_world
 from lockstep.messages import log
 from lockstep.model.across_ranks import broadcast_weights, verify_across_ranks
@@ -149,7 +150,7 @@ def exact(
         optimizer = None
     if microbatches is None:
         microbatches = 8
-    require_world()
+    require_world(keeps_threads=True)
     wrap_collective_calls()
     given = Given.of(model)
     optimizers = _list(optimizer)
@@ -180,7 +181,7 @@ def exact(
         update,
         weights,
         setup.executor.parameters,
-        gradients,
+        gradients.sample if isinstance(gradients, ShardedGradients) else None,
         given.wrapper,
         partial(_follow, optimization, bool(config) or membership() is not None),
     )
@@ -228,7 +229,7 @@ def _make_parallel_context(given: Given, microbatches: int) -> ParallelContext:
         peers=group,
         messages=GroupMessages(group),
         make_buffer_exchange=partial(GroupExchange, group),
-        is_interleaved=given.mesh is not None,
+        is_sharded=given.mesh is not None,
     )
     parallel.count_ignored = None  # the loss is the script's own
     return parallel
@@ -284,7 +285,7 @@ def _reject(given: Given, parallel: ParallelContext) -> None:
 
 
 def _warn_of_threads(parallel: ParallelContext) -> None:
-    if parallel.threads > 1 and parallel.rank == 0:
+    if parallel.threads > 1 and parallel.rank == 0 and not has_portable_bits():
         log(
             f"ls.exact: bits depend on the number of intra-op threads, here {parallel.threads}, "
             "which launchers set (OMP_NUM_THREADS): call torch.set_num_threads(1), or use the "
@@ -299,8 +300,9 @@ def _compare(given: Given, parallel: ParallelContext, seed: int) -> dict[str, st
         settings = {
             "microbatches": f"{parallel.microbatches}",
             "seed": f"{seed}",
-            "intra-op threads": f"{parallel.threads}",
         }
+        if not has_portable_bits():
+            settings["intra-op threads"] = f"{parallel.threads}"
         verify_across_ranks(
             "the model of ls.exact",
             settings | describe_arithmetic() | description,
@@ -362,7 +364,7 @@ def _read_checkpoint(
     optimizers: Sequence[Optimizer],
 ) -> CheckpointConfig | None:
     """Return the settings of checkpoints, with the objects of `stateful`."""
-    config = CheckpointConfig() if checkpoint is True else (checkpoint or None)
+    config = read_checkpoint(checkpoint)
     if (config is not None or membership() is not None) and not optimizers:
         raise UsageError(
             "ls.exact needs the optimizers to save and to continue a training: write "

@@ -16,14 +16,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.assignment import ReplicaShare
-from lockstep.data.checked_loading import load_checked
+from lockstep.data.checked_loading import GatherFn, load_checked
+from lockstep.data.consistency import pack, require_same_epoch
 from lockstep.data.microbatch import align_tensors
 from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSource, PlannedMicrobatch
 from lockstep.kernel.batch import Batch, BatchIdentity, Microbatch
@@ -114,6 +115,7 @@ class FlatLoop:
         gather = None
         if self._parallel.replicas > 1:
             gather = partial(all_gather_bytes, group=self._parallel.group)
+            self._compare(gather)
         with closing(load_checked(loader, gather)) as items:
             for item in items:
                 self.begin()
@@ -123,6 +125,15 @@ class FlatLoop:
                     self.leave()
                     raise
         self._steps.settle()
+
+    def _compare(self, gather: GatherFn) -> None:
+        """Raise DisagreementError if ranks begin to iterate over different data."""
+        settings: dict[str, Any] = {}
+        if self._sampler is not None:
+            settings["epoch"] = self._sampler.epoch
+            settings["first batch"] = self._sampler.start
+            settings["data"] = self._sampler.settings
+        require_same_epoch(gather(pack({"loop": "exact.microbatches", **settings}), "beginning"))
 
     def leave(self) -> None:
         """Undo a step that was left before its last micro-batch."""
@@ -226,9 +237,15 @@ class FlatLoop:
 
     # --- what autograd and the model call ------------------------------------------------------
 
+    @property
+    def _is_nested(self) -> bool:
+        """Whether the open step is that of a nested loop, with the same handle."""
+        opened = self._steps.opened
+        return opened is not None and opened.prepared is None and self._loop is None
+
     def before_forward(self, arguments: Arguments) -> Arguments | None:
         """Begin a micro-batch at its first forward in training, unless `begin` was called."""
-        if not torch.is_grad_enabled() or not self._steps.is_trainable:
+        if not torch.is_grad_enabled() or not self._steps.is_trainable or self._is_nested:
             return None
         if self._current is None and self._model.training and self._sampler is not None:
             is_here = LoadedHere.restore is None  # otherwise loading has seeded the generators
@@ -250,7 +267,7 @@ class FlatLoop:
 
     def begin_backward(self) -> None:
         """Refuse a second backward of a micro-batch."""
-        if self._current is None:
+        if self._current is None and not self._is_nested:
             raise UsageError(
                 f"{self._steps.place}: a second backward began after that of a micro-batch: add "
                 "its losses, and call backward once"

@@ -87,14 +87,10 @@ class CollectedGradients(GradientSums, Protocol):
     def launch_remaining(self) -> None:
         """Begin to exchange the sums that are complete."""
 
-    def sample(self) -> torch.Tensor:
-        """Return some elements of the sums, to find changes that depend on the number of ranks."""
 
-
+# It has many attributes: what a step is given, and the micro-batch that is being computed.
 class MicrobatchLoop:
     """The loop of one step; use it as `ManualStep` describes.
-
-    It has many attributes: what a step is given, and the micro-batch that is being computed.
 
     Attributes:
         step: The context of the step.
@@ -109,6 +105,7 @@ class MicrobatchLoop:
         kept: What this rank has computed in an earlier attempt; None: nothing.
         is_first_of_round: Whether the ranks agree on what is left of the step first.
         current: The micro-batch that is being computed; None between them.
+        is_skipped: Whether the script gave it the weight 0.
     """
 
     def __init__(
@@ -138,6 +135,7 @@ class MicrobatchLoop:
         self.kept: KeptWork | None = None
         self.is_first_of_round = False
         self.current: ComputedMicrobatch | None = None
+        self.is_skipped = False
         self._watched = -1  # the micro-batch in whose backward buckets are launched
         self._has_buffers = bool(buffers.slots)
         self._is_on_cpu = parallel.device_type == "cpu"
@@ -257,6 +255,9 @@ class MicrobatchLoop:
             else:
                 with autocast:
                     yield data
+            if self.is_skipped:
+                self.skip()
+                continue
             if not self.current.losses:
                 raise UsageError(
                     f"{self.place}: step.backward(loss) was not called: write it instead of "
@@ -294,7 +295,7 @@ class MicrobatchLoop:
     def open(self, batch: Batch) -> None:
         """Begin to add the gradients of this rank's part of the batch."""
         step, parallel = self.step, self.parallel
-        if parallel.is_interleaved:
+        if parallel.is_sharded:
             parallel.share.require_turns(batch.leaves, len(step.shares))
         self._sums = self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
         self._has_sums = True
@@ -348,6 +349,7 @@ class MicrobatchLoop:
         if self._has_buffers:
             self.buffers.collect(microbatch.index, microbatch.size / self.step.samples)
         self._sums.skip(microbatch.index)
+        self.is_skipped = False
         self.current = None
         self.place = self._first_place
 

@@ -132,7 +132,7 @@ def set_up_model(
     description = describe_compilation(called) | describe_module("model", module)
     verify_across_ranks("the model of a Trainer", description, "build the same model on every rank")
     is_whole = isinstance(model, nn.Module) or pipeline.blocks is not None
-    blocks = model if parallel.is_interleaved and not is_whole else None
+    blocks = model if parallel.is_sharded and not is_whole else None
     average = _distribute_weights(
         module, blocks, parallel, partitioner, seed, ema_decay, is_shared=is_shared
     )
@@ -143,7 +143,7 @@ def set_up_model(
         of_optimizer,
         "give every rank the same optimizer, groups and scheduler",
     )
-    shards = parallel.share.shards if parallel.is_interleaved else 0
+    shards = parallel.share.shards if parallel.is_sharded else 0
     optimization.require_split(parallel.stages, is_shared, shards)
     hyperparameters = HyperparameterCheck(
         modules, optimization.optimizer, parallel.group, is_elastic=is_elastic
@@ -190,7 +190,7 @@ def _build_model(
         return whole, Partitioner.from_config(parallel, whole, names, config)
     numbers = [str(number) for number in range(len(model))]
     partitioner = Partitioner.from_config(parallel, nn.Sequential(), numbers, config)
-    held = () if parallel.is_interleaved else partitioner.find_local_blocks()
+    held = () if parallel.is_sharded else partitioner.find_local_blocks()
     built = build_sequence(model, held, seed, parallel.device)
     check_compilation(built)
     return built, partitioner
@@ -238,10 +238,10 @@ def _build_executor(
     named = list(module.named_parameters())
     called = list(parallel.modules_with(model).values())
     gradients: GradientReducer | ShardedGradients
-    if parallel.is_interleaved:
+    if parallel.is_sharded:
         gradients = ShardedGradients(named, module)
     elif shared:
-        gradients, optimization.sharded = share_parameters(
+        gradients, optimization.shared = share_parameters(
             named, called, optimization.optimizer, parallel
         )
     else:
@@ -310,7 +310,7 @@ def _distribute_weights(
             "ls.load_weights(trainer.module, path)"
         )
     initialized = initialize(module, missing, parallel.device)
-    if parallel.is_interleaved:
+    if parallel.is_sharded:
         _check_memory(modules, parallel, shared=False)
         mesh = make_mesh(parallel.hosts, parallel.device)
         if isinstance(blocks, Sequence):
@@ -386,7 +386,7 @@ def _check_memory(
     parameter, which gives the same bits on any number of ranks.
     """
     option = f"stages={parallel.stages}"
-    if shared or parallel.is_interleaved:
+    if shared or parallel.is_sharded:
         option = 'storage="shared"' if shared else 'storage="sharded"'
     elif parallel.stages == 1:
         return

@@ -37,7 +37,7 @@ from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.kernel.tree import TreeAccumulator, add_present, nodes_of, split
-from lockstep.launcher.portable import computes_portable_bits
+from lockstep.launcher.arithmetic import has_portable_bits
 from lockstep.model.compilation import find_compiled
 from lockstep.model.forward import Metric, call_model, compute_loss, split_targets
 from lockstep.model.loss_root import LossRoot, run_backward
@@ -378,7 +378,7 @@ def make_one_pass(
     The arguments are those of `OnePass`.
     """
     is_possible = (
-        computes_portable_bits()
+        has_portable_bits()
         and torch.get_num_threads() == 1  # several divide a tensor at other elements
         and parallel.loss is not None  # the loss of a micro-batch is computed from its outputs
         and parallel.autocast_dtype is None

@@ -32,12 +32,13 @@ from lockstep.training.optimizer_checks import (
     require_parameterwise,
 )
 from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
-from lockstep.training.sharded_optimizer import ShardedOptimizer
 from lockstep.training.sharded_step import explain_cut, require_shardable
+from lockstep.training.shared_optimizer import SharedOptimizer
 
 __all__ = ["Optimization", "OptimizerHookCheck", "copy_on_meta", "make_average"]
 
 
+# It has many methods: steps, checkpoints, digests and audits each read another part of the state.
 class Optimization:
     """The optimizers, schedulers and weight average of a training; equal on every rank.
 
@@ -78,7 +79,7 @@ class Optimization:
         self.is_split = False
         self._shards = 0
         self._trained: set[torch.Tensor] = set()  # the parameters that may be cut as they are
-        self.sharded: ShardedOptimizer | None = None
+        self.shared: SharedOptimizer | None = None
 
     @classmethod
     def make(
@@ -117,7 +118,7 @@ class Optimization:
     @property
     def storage(self) -> str:
         """The storage of the parameters, as the argument of `Trainer` names it."""
-        if self.sharded is not None:
+        if self.shared is not None:
             return "shared"
         sharded: Any = next(filter(is_sharded, self.names), None)
         if sharded is None:
@@ -223,26 +224,26 @@ class Optimization:
         return entries
 
     @property
-    def stateful(self) -> Optimizer | ShardedOptimizer:
+    def stateful(self) -> Optimizer | SharedOptimizer:
         """The object with the optimizer's state dict: the optimizer, or the sharded optimizer."""
-        return self.sharded or self.optimizer
+        return self.shared or self.optimizer
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters in the order in which the state dict numbers them."""
-        if self.sharded is not None:
-            return self.sharded.parameters
+        if self.shared is not None:
+            return self.shared.parameters
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def find_name(self, stepped: torch.Tensor) -> str:
         """Return the name of a parameter of an optimizer, which may be a piece of it."""
-        if self.sharded is not None:
-            stepped = self.sharded.find_whole(stepped)
+        if self.shared is not None:
+            stepped = self.shared.find_whole(stepped)
         return self.names[stepped]
 
     def tensors(self) -> dict[str, Any]:
         """Return the optimizer's tensors by name, such as "conv.weight/exp_avg"."""
-        states = self.optimizer.state if self.sharded is None else self.sharded.states()
+        states = self.optimizer.state if self.shared is None else self.shared.states()
         # An optimizer of the script may have parameters of other models, too.
         own = {self.names[p]: state for p, state in states.items() if p in self.names}
         return name_optimizer_tensors(own)
@@ -268,7 +269,7 @@ class Optimization:
 
     def unshared_state(self) -> dict[str, Any]:
         """Return the part of `local_state` that other ranks have copies of."""
-        return self.local_state() if self.sharded is None else self._average_state()
+        return self.local_state() if self.shared is None else self._average_state()
 
     def _average_state(self) -> dict[str, Any]:
         if self.average is None:
@@ -285,13 +286,13 @@ class Optimization:
         Args:
             about: The operation that the call is part of, for messages.
         """
-        assert self.sharded is not None
+        assert self.shared is not None
         with self._guard.opened():
-            self.sharded.step(about)
+            self.shared.step(about)
 
     def step(self) -> None:
         """Step the optimizer (unless parameters are shared), the average and the scheduler."""
-        if self.sharded is None:
+        if self.shared is None:
             self._guard.is_open = True
             try:
                 self.optimizer.step()
@@ -333,16 +334,16 @@ class Optimization:
 
     def loading(self) -> AbstractContextManager[None]:
         """Return the context in which parameters and state that ranks share may be written."""
-        if self.sharded is None:
+        if self.shared is None:
             return nullcontext()
-        return self.sharded.loading()
+        return self.shared.loading()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned, except parts that are None or missing here."""
-        if self.sharded is None:
+        if self.shared is None:
             load_whole_state(self.optimizer, state["optimizer"])
         else:
-            self.sharded.load_state_dict(state["optimizer"])
+            self.shared.load_state_dict(state["optimizer"])
         for schedule, scheduler in self.pair_schedules(state["scheduler"]):
             schedule.load_state_dict(scheduler)
         if self.average and state["average"]:

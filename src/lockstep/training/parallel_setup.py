@@ -38,13 +38,13 @@ def make_parallel_context(
     extra_modules: Sequence[nn.Module],
     stages: int = 1,
     activation_checkpointing: bool = False,
-    is_interleaved: bool = False,
+    is_sharded: bool = False,
     is_hybrid: bool = False,
 ) -> ParallelContext:
     """Return the context of a trainer on this rank.
 
     A replica consists of `stages` consecutive ranks, each with its part of the model. If
-    `is_interleaved`, all ranks divide one model, or, if `is_hybrid`, those of each host do.
+    `is_sharded`, all ranks divide one model, or, if `is_hybrid`, those of each host do.
 
     Raises:
         LayoutError: The layout is impossible.
@@ -59,7 +59,7 @@ def make_parallel_context(
             "it a part of the model, which then returns its loss (loss=None)"
         )
     peers = _peers(world, stages)
-    if not is_interleaved:
+    if not is_sharded:
         hosts = find_hosts(world.world_size, stages)
     else:
         hosts = _ask_hosts(world.world_size) if is_hybrid else on_one_host(world.world_size)
@@ -79,7 +79,7 @@ def make_parallel_context(
         extra_modules=tuple(extra_modules),
         activation_checkpointing=activation_checkpointing,
         loss_scale=LossScale() if autocast_dtype == torch.float16 else None,
-        is_interleaved=is_interleaved,
+        is_sharded=is_sharded,
     )
 
 

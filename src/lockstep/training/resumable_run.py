@@ -43,10 +43,9 @@ from lockstep.training.unset_variables import explain_unset_variables
 __all__ = ["ResumableRun"]
 
 
+# It has many methods: one for each call of a script that a resumed run answers.
 class ResumableRun:
     """The run of a trainer, which answers the calls of a resumed script.
-
-    It has many methods: one for each call of a script that a resumed run answers.
 
     Args:
         state: The state that is saved and restored.
@@ -80,11 +79,11 @@ class ResumableRun:
         self._origin = find_restart_source()
         is_first = member is not None and self._origin is None and not member.is_waiting
         parallel = state.parallel
-        may_lose = parallel.is_interleaved and len(parallel.hosts) == 1
+        may_lose = parallel.is_sharded and len(parallel.hosts) == 1
         if is_first and checkpoints is None and may_lose and parallel.rank == 0:
             log(
                 'storage="sharded": if a rank is killed, this training begins again, because its '
-                "shards are lost: pass checkpoint=ls.CheckpointConfig() to the trainer"
+                "shards are lost: pass checkpoint=ls.CheckpointConfig()"
             )
         self._position.is_state_transferred = (
             self._origin is not None and self._origin.state is not None
@@ -121,8 +120,8 @@ class ResumableRun:
         checkpoints = self._checkpoints
         if checkpoints is None:
             raise UsageError(
-                "trainer.resume() needs the folder and the objects of checkpoints: pass "
-                "checkpoint=ls.CheckpointConfig() to the trainer"
+                "resume() needs the folder and the objects of checkpoints: pass "
+                "checkpoint=ls.CheckpointConfig()"
             )
         checkpoints.select(place)
         differences: list[str] = []
@@ -282,7 +281,7 @@ class ResumableRun:
         self.begin()
         if self._position.is_replaying:
             raise UsageError(
-                "trainer.predict() before the place where the run was interrupted: the weights of "
+                "predict() before the place where the run was interrupted: the weights of "
                 "that time are not kept; write `if not trainer.is_replaying:` before the call"
             )
 
@@ -323,7 +322,7 @@ class ResumableRun:
             if self._origin is None and not self._position.has_joined:
                 raise
             log(
-                f"the trainer.{name}() of an earlier step is known only to a process that was "
+                f"the {name}() of an earlier step is known only to a process that was "
                 f"lost: this is the one after {self.resumed_from} steps; write "
                 "`if not trainer.is_replaying:` before the call"
             )

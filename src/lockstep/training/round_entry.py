@@ -46,11 +46,12 @@ class RoundEntry:
         state = run.state
         parallel, executor = state.parallel, state.executor
         is_native = native_backend(parallel.device, torch.float32, parallel.group) is not None
-        is_whole, sharded = isinstance(executor, WholeModelExecutor), state.optimization.sharded
+        is_whole = isinstance(executor, WholeModelExecutor)
+        shared = state.optimization.shared
         # Connections between hosts are closed when a rank is lost. On one host, ranks that wait
         # for each other over Gloo would not notice it.
         can_notice = is_native or (member.spans_hosts and parallel.device.type == "cpu")
-        can_stay = can_notice and is_whole and sharded is None and not parallel.is_interleaved
+        can_stay = can_notice and is_whole and shared is None and not parallel.is_sharded
         self._executor = executor if can_stay else None
         self._member, self._parallel, self._run = member, parallel, run
         self._position, self._history = state.position, state.history
@@ -81,7 +82,7 @@ class RoundEntry:
     @property
     def microbatches(self) -> int:
         """The number of micro-batches, for ranks that take turns at them; 0 for others."""
-        return self._parallel.microbatches if self._parallel.is_interleaved else 0
+        return self._parallel.microbatches if self._parallel.is_sharded else 0
 
     def transfer_state(self, folder: Path) -> None:
         """Write this rank's part of the state, as it was at the latest safe point."""

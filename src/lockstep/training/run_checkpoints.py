@@ -53,11 +53,10 @@ __all__ = ["RunCheckpoints", "collect_objects", "restore_objects"]
 _latest: RunCheckpoints | None = None
 
 
+# It has many methods: all ranks decide together which folder is used, when a checkpoint is saved
+# and which one is loaded, and a rank that joins an elastic run adopts all of it at once.
 class RunCheckpoints:
     """The checkpoints of one trainer.
-
-    It has many methods: all ranks decide together which folder is used, when a checkpoint is
-    saved and which one is loaded, and a rank that joins an elastic run adopts all of it at once.
 
     Args:
         config: The settings of the checkpoints.
@@ -211,7 +210,7 @@ class RunCheckpoints:
         if self._due_since is not None and steps - self._due_since == 200:
             log(
                 f"no checkpoint could be saved since step {self._due_since}: a loop over "
-                "trainer.batches(...) was begun and has not asked for its next batch; checkpoints "
+                "batches(...) was begun and has not asked for its next batch; checkpoints "
                 "are saved between its batches"
             )
 
@@ -274,7 +273,7 @@ class RunCheckpoints:
         rank = self._parallel.rank  # may have changed during the exchange
         self._due_since = None
         self._schedule.saved(steps, time.monotonic())
-        has_shards = self._parallel.is_interleaved
+        has_shards = self._parallel.is_sharded
         if has_shards and rank not in self._parallel.hosts[0]:  # other hosts have the same shards
             return
         if not has_shards and (self._parallel.replica != 0 or not (is_sharded or rank == 0)):
@@ -404,8 +403,8 @@ class RunCheckpoints:
     def _find(self, place: str | Path | None) -> str:
         if place is None and not self._has_name:
             raise UsageError(
-                "trainer.resume() needs to know which run: trainer.resume('runs/NAME'), or give "
-                "the trainer a folder that stays the same, loggers='runs/NAME'"
+                "resume() needs to know which run: resume('runs/NAME'), or record the run in a "
+                "folder that stays the same, loggers='runs/NAME'"
             )
         path, folder = (None, self.folder) if place is None else locate_checkpoint(place)
         if path is not None:

@@ -189,7 +189,7 @@ class RunRecord:
             self._fixed.is_continued or find_checkpoints(folder / CHECKPOINTS)
         ):
             raise UsageError(
-                f"{folder} already holds a run: resume it with trainer.resume() or `lockstep run "
+                f"{folder} already holds a run: resume it with resume() or `lockstep run "
                 f"--resume {folder}`, or choose another name for the run"
             )
 

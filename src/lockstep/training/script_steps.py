@@ -25,7 +25,7 @@ from lockstep.kernel.parts import SharedUpdate
 from lockstep.kernel.step import PreparedStep
 from lockstep.sharded_tensors import local_part
 from lockstep.training.given_weights import GivenWeights
-from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
+from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.step_operation import OpenStep, StepOperation
 
 __all__ = ["ScriptSteps", "ScriptUpdate"]
@@ -49,10 +49,10 @@ class ScriptUpdate:
 
     Attributes:
         rate: The learning rate of the latest step.
-        sharded: None: each rank has its own parameters, or shards of them.
+        shared: None: each rank has its own parameters, or shards of them.
     """
 
-    sharded: SharedUpdate | None = None
+    shared: SharedUpdate | None = None
 
     def __init__(self) -> None:
         self.rate = float("nan")
@@ -72,7 +72,8 @@ class ScriptSteps:
         update: The update of these steps.
         weights: The weights that the script gives to micro-batches.
         parameters: The parameters of the model.
-        gradients: The sums of their gradients.
+        sample: A function that returns some elements of their gradients, to find changes that
+            depend on the number of ranks; None if each rank has whole gradients.
         wrapper: The DistributedDataParallel around the model; None: there is none.
         follow: A function that is called with each optimizer of the model before its first step.
 
@@ -87,7 +88,7 @@ class ScriptSteps:
         update: ScriptUpdate,
         weights: GivenWeights,
         parameters: Sequence[nn.Parameter],
-        gradients: CollectedGradients,
+        sample: Callable[[], torch.Tensor] | None,
         wrapper: DistributedDataParallel | None,
         follow: Callable[[Optimizer], None],
     ) -> None:
@@ -96,12 +97,12 @@ class ScriptSteps:
         self.weights = weights
         self._parameters = parameters
         self._own = set(parameters)
-        self._gradients = gradients
+        self._sample = sample
         self._wrapper = wrapper
         self._follow = follow
         self._known = weakref.WeakSet[Optimizer]()
         self._left: UsageError | None = None
-        self._sample = torch.empty(0)  # of the gradients of the whole batch
+        self._sampled: torch.Tensor | None = None  # of the gradients of the whole batch
         self.opened: OpenStep | None = None
         self.is_complete = False
         self._watch_optimizers()
@@ -138,7 +139,8 @@ class ScriptSteps:
             UsageError: The last step was left early.
         """
         self.settle()
-        self.leave()
+        if self.opened is not None:
+            self.leave()
         if (left := self._left) is not None:
             self._left = None
             raise left
@@ -167,7 +169,7 @@ class ScriptSteps:
         if self.weights.total is not None:
             self._divide(opened, self.weights.total)
         self.is_complete = True
-        self._sample = self._gradients.sample()
+        self.note_gradients()
         return True
 
     def settle(self) -> None:
@@ -187,12 +189,16 @@ class ScriptSteps:
         self.opened = None
         loop: MicrobatchLoop = opened.loop
         error = UsageError(
-            f"{loop.place}: the loop was left before the last micro-batch of the batch: train on "
-            "all micro-batches of each batch, on every rank"
+            f"{loop.place}: the loop was left before the last micro-batch of the batch, by break "
+            "or an exception: train on all micro-batches of each batch, on every rank"
         )
         with suppress(UsageError):
             opened.fail(error)
         self._left = error
+
+    def forget_left(self) -> None:
+        """Let the next step begin, though the last one was left early."""
+        self._left = None
 
     def fail(self, error: BaseException) -> None:
         """Undo the step after an exception, and raise it, unless the step has to be repeated."""
@@ -209,15 +215,18 @@ class ScriptSteps:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 local_part(parameter.grad).div_(total)
+        # Divided after the sum, since the nodes that ranks hold depend on their number.
+        loss = summary.sum_losses() / total
         summary = summary._replace(
-            nodes=[(low, high, value / total) for low, high, value in summary.nodes],
+            nodes=[(0, summary.leaves, loss)],
             losses=[(leaf, loss / total) for leaf, loss in summary.losses],
         )
         opened.prepared = PreparedStep(step, summary, norm / total)
 
-    def note_clipped(self) -> None:
-        """Note that the gradients of the whole batch were scaled, on all ranks alike."""
-        self._sample = self._gradients.sample()
+    def note_gradients(self) -> None:
+        """Note the gradients of the whole batch, which were perhaps scaled on all ranks alike."""
+        if self._sample is not None:
+            self._sampled = self._sample()
 
     def require_no_gradients(self) -> None:
         """Raise UsageError if gradients are left from before the step."""
@@ -234,8 +243,6 @@ class ScriptSteps:
         if self._wrapper is not None:
             self._wrapper.require_backward_grad_sync = False
             self._wrapper.require_forward_param_sync = False
-            # Otherwise it would connect all outputs, and the graph of a loss would contain others.
-            self._wrapper.find_unused_parameters = False
             # Otherwise it would connect all outputs, and the graph of a loss would contain others.
             self._wrapper.find_unused_parameters = False
             if self._wrapper.static_graph:
@@ -281,7 +288,12 @@ class ScriptSteps:
         if optimizer not in self._known:
             self._follow(optimizer)
             self._known.add(optimizer)
-        if not torch.equal(self._gradients.sample(), self._sample):
+        known = self._sampled
+        if (
+            self._sample is not None
+            and known is not None
+            and not torch.equal(self._sample(), known)
+        ):
             raise UsageError(
                 f"{self.place}: the gradients were changed after backward, and what is computed "
                 "from the shards of several ranks, such as their norm, depends on the number of "

@@ -163,7 +163,7 @@ class Services:
             UsageError: No step was taken.
         """
         if self.history.last is None:
-            raise UsageError("trainer.last_result: the trainer has not taken a step")
+            raise UsageError("last_result: no step has been taken")
         last: StepResult = self.history.last
         return last
 

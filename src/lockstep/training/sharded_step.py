@@ -37,7 +37,7 @@ Not if they are fused, and not in bfloat16, which vector instructions round less
 
 def choose_squares(parallel: ParallelContext, module: nn.Module) -> Callable[..., list[float]]:
     """Return the function of the squares in the norm of gradients, which may be sharded."""
-    if not parallel.is_interleaved:
+    if not parallel.is_sharded:
         return partial(compute_squares, measure=find_compute_norms())
     if parallel.rank not in parallel.hosts[0]:  # another copy of the gradients is counted
         return lambda *_: []

@@ -24,7 +24,7 @@ from lockstep.kernel.norm import is_dense
 from lockstep.launcher.malloc import release_freed_memory
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.optimizer_checks import require_elementwise
-from lockstep.training.sharded_optimizer import ShardedOptimizer
+from lockstep.training.shared_optimizer import SharedOptimizer
 
 __all__ = ["share_parameters"]
 
@@ -37,7 +37,7 @@ def share_parameters(
     modules: Sequence[nn.Module],
     optimizer: Optimizer,
     parallel: ParallelContext,
-) -> tuple[GradientReducer, ShardedOptimizer | None]:
+) -> tuple[GradientReducer, SharedOptimizer | None]:
     """Move the parameters to memory that all ranks share, and shard the optimizer.
 
     With one rank, nothing is shared.
@@ -49,7 +49,7 @@ def share_parameters(
         parallel: The layout.
 
     Returns:
-        The reducer of the gradients to this rank's shards, and the sharded optimizer; with one
+        The reducer of the gradients to this rank's shards, and the shared optimizer; with one
         rank, a reducer to whole gradients, and None.
 
     Raises:
@@ -91,9 +91,9 @@ def share_parameters(
     shards.cover([n for n, parameter in enumerate(parameters) if parameter.requires_grad])
     gradients = GradientReducer(named, parallel.group, shards, modules)
     with torch.no_grad():
-        sharded = ShardedOptimizer(optimizer, parameters, gradients, shards, parallel.group)
+        shared = SharedOptimizer(optimizer, parameters, gradients, shards, parallel.group)
     release_freed_memory()  # of the whole parameters, which steps would not fill
-    return gradients, sharded
+    return gradients, shared
 
 
 def _require_plain_layout(name: str, parameter: nn.Parameter) -> None:

@@ -91,14 +91,13 @@ class TrainerExecutor(Executor, Protocol):
         """Evaluate the model, or a copy of it with other weights; return the task's result."""
 
 
+# It has many methods: each part of the state is read for checkpoints, digests and ranks that
+# join, and is loaded from each of them.
 class TrainingState:
     """The state of a training: weights, buffers, their average, optimizer state, and position.
 
     With stages a rank holds a part of each. Every method that returns a whole state or a digest
     must then be called on every rank.
-
-    It has many methods: each part of the state is read for checkpoints, digests and ranks that
-    join, and is loaded from each of them.
 
     Args:
         module: The model, without the compiler's wrapper.
@@ -141,7 +140,7 @@ class TrainingState:
 
         None if the model is not partitioned yet, and another rank saves all of it.
         """
-        if self.parallel.is_interleaved:
+        if self.parallel.is_sharded:
             return self.parallel.part
         position, stages = self.parallel.part
         if self.placement is None:
@@ -335,23 +334,23 @@ class TrainingState:
 
         Call it on every rank before the state is read; a collective call if there are changes.
         """
-        if (sharded := self.optimization.sharded) is not None:
-            sharded.publish_edits()
+        if (shared := self.optimization.shared) is not None:
+            shared.publish_edits()
 
     @property
     def has_edits(self) -> bool:
         """Whether the script has changed shared state since the last step or `publish_edits`."""
-        sharded = self.optimization.sharded
-        return sharded is not None and sharded.has_edits
+        shared = self.optimization.shared
+        return shared is not None and shared.has_edits
 
     def is_whole(self) -> bool:
         """Return whether shared parameters and optimizer state are complete, of a single step."""
-        sharded = self.optimization.sharded
-        return sharded is None or (sharded.shared.is_whole() and not self.has_edits)
+        shared = self.optimization.shared
+        return shared is None or (shared.shared.is_whole() and not self.has_edits)
 
     def _require_whole(self) -> None:
-        if (sharded := self.optimization.sharded) is not None:
-            sharded.shared.require_whole()
+        if (shared := self.optimization.shared) is not None:
+            shared.shared.require_whole()
 
     def describe_changes(self) -> list[Any]:
         """Return values that change if a script writes to weights, state or settings."""

@@ -15,8 +15,9 @@ from lockstep.kernel.step_hooks import StepHook
 from lockstep.launcher.device_choice import require_deterministic
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.static_shapes import StaticShapes
+from lockstep.model.watched_calls import ShardedModel
 
-__all__ = ["CollectiveCallCheck", "KernelSettings"]
+__all__ = ["CollectiveCallCheck", "GatheredParameters", "KernelSettings"]
 
 
 class KernelSettings(StepHook):
@@ -66,6 +67,23 @@ def _overlap(context: AbstractContextManager[None]) -> Iterator[None]:
         _overlapping.count -= 1
         if not _overlapping.count:
             _overlapping.entered.close()
+
+
+class GatheredParameters(StepHook):
+    """The hook that frees the gathered parameters of a sharded model before and after each step.
+
+    Otherwise other hooks, and the script, would find them in place of the shards that are trained.
+
+    Args:
+        sharded: The gradients of the model.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
+
+    def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None]:
+        """Return the context of the micro-batches."""
+        return self._sharded.computing()
 
 
 class CollectiveCallCheck(StepHook):

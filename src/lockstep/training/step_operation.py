@@ -111,8 +111,8 @@ class StepOperation:
             or that have a part of the model, are replaced.
         """
         parallel = self._parallel
-        has_all = parallel.stages == 1 and not parallel.is_interleaved
-        is_kept = has_all and self.optimizer_step.optimization.sharded is None and is_asked
+        has_all = parallel.stages == 1 and not parallel.is_sharded
+        is_kept = has_all and self.optimizer_step.optimization.shared is None and is_asked
         if has_all:
             self._state.executor.keep(is_kept)
         return is_kept

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.checkpoint.save_schedule import CheckpointConfig
+from lockstep.checkpoint.save_schedule import CheckpointConfig, read_checkpoint
 from lockstep.checkpoint.stop_request import end_call, stopping
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches
 from lockstep.elastic.membership import membership
 from lockstep.kernel.loss_weights import WeightFunction
-from lockstep.launcher.world import world
+from lockstep.launcher.world import require_world
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.evaluation import Evaluation, Scoring
 from lockstep.model.forward import Metric
@@ -55,9 +55,9 @@ class Trainer(Services):
     build and kind of processor, the parameters, buffers, optimizer state and loss are
     bit-identical after every step for any number of ranks.
 
-    Construct it on every rank after `lockstep.init()`. Use it in a `with` statement, or call
-    `finish` at the end, which saves the last checkpoint. Otherwise the record of the run is
-    completed when the process exits.
+    Construct it on every rank; it calls `lockstep.init()` if the script has not. Use it in a `with`
+    statement, or call `finish` at the end, which saves the last checkpoint. Otherwise the record of
+    the run is completed when the process exits.
 
     Args:
         model: A module, built on every rank. All ranks start with the weights of the lowest rank
@@ -105,8 +105,8 @@ class Trainer(Services):
         loggers: Where rank 0 records the run: a folder, a logger such as
             `loggers.TensorBoard(folder)`, or a list of both. None: the folder of `lockstep run`
             or of the checkpoints, if there is one. An empty list: the run is not recorded.
-        checkpoint: When and where checkpoints are saved, from which `resume` continues. None: no
-            checkpoints. See the guide on checkpoints.
+        checkpoint: When and where checkpoints are saved, from which `resume` continues; True for
+            the defaults of `CheckpointConfig`. None: no checkpoints. See the guide on checkpoints.
         progress: Whether rank 0 shows its progress, as a live display on a terminal, and
             as occasional lines elsewhere. None: yes, unless the progress of another trainer of
             the script is shown.
@@ -115,7 +115,7 @@ class Trainer(Services):
             never. Nothing else finds state in attributes and globals, nor warns of it.
 
     Raises:
-        UsageError: `lockstep.init()` was not called, or an argument is invalid.
+        UsageError: An argument is invalid.
         LayoutError: There are more replicas than micro-batches, or more stages than the world
             or the model has.
         DisagreementError: Models or settings differ between ranks; raised on every rank.
@@ -143,14 +143,15 @@ class Trainer(Services):
         storage: Storage = "replicated",
         callbacks: Callback | Sequence[Callback] = (),
         loggers: LoggerLike | Sequence[LoggerLike] | None = None,
-        checkpoint: CheckpointConfig | None = None,
+        checkpoint: CheckpointConfig | bool | None = None,
         progress: bool | None = None,
         audit: AuditConfig | bool = True,
     ) -> None:
-        here = world()
+        here = require_world()
         optimizers = list_configs(optimizer)
         pipeline = pipeline or PipelineConfig()
         auditing = read_audit(audit)
+        saving = read_checkpoint(checkpoint)
         settings = compare_arguments(
             model,
             {
@@ -165,7 +166,7 @@ class Trainer(Services):
                 "activation_checkpointing": activation_checkpointing,
                 "extra_modules": extra_modules,
                 "storage": storage,
-                "checkpoint": None if checkpoint is None else list(checkpoint.stateful),
+                "checkpoint": None if saving is None else list(saving.stateful),
                 "audit": auditing and repr(auditing),
                 "scheduler_interval": list_intervals(optimizers),
                 **{f"pipeline.{name}": value for name, value in vars(pipeline).items()},
@@ -210,7 +211,7 @@ class Trainer(Services):
             max_grad_norm=max_grad_norm,
             callbacks=callbacks,
             loggers=loggers,
-            checkpoint=checkpoint,
+            checkpoint=saving,
             progress=progress,
             audit=auditing,
         )

@@ -42,6 +42,6 @@ def _explain(error: BaseException) -> str:
         return ""
     return (
         f"the run was resumed, and epoch {_first[0]} was finished before: its loop over "
-        f"trainer.batches(...) yields nothing, so its body has not set {name[1]!r}. After the "
+        f"batches(...) yields nothing, so its body has not set {name[1]!r}. After the "
         "loop, write trainer.last_result.loss, which has the loss of that epoch's last step"
     )

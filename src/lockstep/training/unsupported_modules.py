@@ -42,7 +42,7 @@ def reject_unsupported_modules(values: Mapping[str, Any], *, allows_shards: bool
         for path, part in module.named_modules(prefix=root):
             if isinstance(part, torch.jit.ScriptModule):
                 raise UsageError(
-                    f"{path} is compiled by TorchScript, and the Trainer cannot give such a module "
+                    f"{path} is compiled by TorchScript, and Lockstep cannot give such a module "
                     "the buffers and random numbers of each micro-batch: pass the original module, "
                     "or use torch.compile (functions that torch.jit.script compiled may be called)"
                 )
@@ -74,8 +74,8 @@ def _reject_tensor(path: str, tensor: Any, part: nn.Module) -> None:
     if is_lazy(tensor):
         raise UsageError(
             f"the {kind} {path} has no shape yet, because {type(part).__name__} takes it from its "
-            "first input: call the model with one batch before you make the Trainer, or use a "
-            "module with explicit sizes"
+            "first input: call the model with one batch before ls.Trainer or ls.exact gets it, or "
+            "use a module with explicit sizes"
         )
     what = ""
     if is_traceable_wrapper_subclass(tensor):
@@ -86,7 +86,7 @@ def _reject_tensor(path: str, tensor: Any, part: nn.Module) -> None:
         what = f"a quantized tensor ({tensor.dtype})"
     if what:
         raise UsageError(
-            f"the {kind} {path} is {what}, which the Trainer does not keep equal on all ranks: "
+            f"the {kind} {path} is {what}, which Lockstep does not keep equal on all ranks: "
             "register the plain tensors that it is made of, such as indices and values, and build "
             "it from them in forward"
         )

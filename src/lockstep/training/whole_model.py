@@ -36,10 +36,9 @@ LEFT_EARLY = (
 )
 
 
+# It has many attributes: what every step is given, and the parts of the current one.
 class WholeModelExecutor:
     """The executor of steps and evaluations on a whole model.
-
-    It has many attributes: what every step is given, and the parts of the current one.
 
     Args:
         parallel: The layout.
@@ -83,9 +82,14 @@ class WholeModelExecutor:
         self.parts: list[tuple[CollectedGradients, Buffers]] = []  # of the current step
         self.parameters = list(module.parameters())
         # Another list means that this rank has parts of the model.
-        is_sharded = parallel.is_interleaved
+        is_sharded = parallel.is_sharded
         self.owned_parameters = list(self.parameters) if is_sharded else self.parameters
         self.placement = None
+
+    @property
+    def sharded(self) -> ShardedModel | None:
+        """The gradients of a model that is sharded; None: it is not."""
+        return cast(ShardedModel, self._gradients) if self._parallel.is_sharded else None
 
     def enter_group(self) -> None:
         """Discard the plans made for the ranks of an earlier group."""
@@ -185,9 +189,7 @@ class WholeModelExecutor:
         """Return the calls of the model, which the script makes in a manual step."""
         assert self._loop is not None
         modules, watch = {"": self._module}, partial(watch_calls, self._called)
-        buffers, sharded = self._loop.buffers, None
-        if self._parallel.is_interleaved:
-            sharded = cast(ShardedModel, self._gradients)
+        buffers, sharded = self._loop.buffers, self.sharded
         return [
             WatchedCalls(0, modules, self._scopes, buffers, self._called, watch, sharded=sharded)
         ]
@@ -210,6 +212,6 @@ class WholeModelExecutor:
         try:
             return evaluate(called, batches, task, self._seed, self._blocks)
         finally:
-            if self._parallel.is_interleaved:  # torch keeps what it gathered until a backward
+            if self._parallel.is_sharded:  # torch keeps what it gathered until a backward
                 root: Any = getattr(called, "_orig_mod", called)
                 root.reshard()

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import BroadcastOptions
 
-from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, round_up
+from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, cut, parts, round_up
 from lockstep.comm.hosts.group import ANSWER_TIMEOUT, HostGroup
 from lockstep.comm.hosts.map import find_host_nodes
 from lockstep.comm.hosts.process_group import HostWork
@@ -82,7 +82,7 @@ class HostAllReduce(ReproducibleAllReduce):
         if self._position < slices:
             peers = [of_host[self._position] for of_host in group.map.hosts]
             self._slice = slice(self._cuts[self._position], self._cuts[self._position + 1])
-            part = _cut(bucket, self._slice)
+            part = cut(bucket, self._slice)
             self._between = BetweenHosts(group, peers, part, host_nodes, leaves, host)
         self._is_sent = False
 
@@ -234,13 +234,3 @@ def _nodes_in(outer: tuple[int, int], nodes: Sequence[tuple[int, int]]) -> list[
     """Return the nodes below another one, in the tree of which that is the root."""
     lo, hi = outer
     return [(a - lo, b - lo) for a, b in nodes if lo <= a and b <= hi]
-
-
-def _cut(bucket: Bucket, part: slice) -> Bucket:
-    """Return a part of a bucket; members outside of it are empty."""
-    members = []
-    for member in bucket.members:
-        begin = max(member.offset, part.start)
-        numel = max(0, min(member.offset + member.numel, part.stop) - begin)
-        members.append(Member(member.index, numel, begin - part.start if numel else 0))
-    return Bucket(bucket.dtype, tuple(members), part.stop - part.start)

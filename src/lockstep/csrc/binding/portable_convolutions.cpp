@@ -262,9 +262,14 @@ static Tensor convolution(const Tensor& input, const Tensor& weight,
   const auto shape = find_shape(input, weight, {stride, padding, dilation, transposed, groups});
   const bool has_bias = bias && bias->defined();
   if (!shape || (has_bias && (bias->dim() != 1 || bias->size(0) != shape->outputs ||
-                              bias->scalar_type() != input.scalar_type())))
+                              bias->scalar_type() != input.scalar_type()))) {
+    // The others divide sums among threads, except 2D ones in which a thread computes whole
+    // results.
+    std::optional<OneThread> guard;
+    if (input.dim() != 4 || transposed) guard.emplace();
     return at::compositeexplicitautograd::convolution(input, weight, bias, stride, padding,
                                                       dilation, transposed, output_padding, groups);
+  }
   Tensor result = at::detail::empty_cpu(
       {shape->images, shape->outputs, shape->rows, shape->columns}, input.options());
   const Tensor plain_input = input.contiguous(), plain_weight = weight.contiguous();
@@ -283,10 +288,13 @@ static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     std::array<bool, 3> output_mask) {
   const auto shape = find_shape(input, weight, {stride, padding, dilation, transposed, groups});
   if (!shape || gradient.scalar_type() != input.scalar_type() || gradient.is_neg() ||
-      gradient.sizes() != IntArrayRef({shape->images, shape->outputs, shape->rows, shape->columns}))
+      gradient.sizes() !=
+          IntArrayRef({shape->images, shape->outputs, shape->rows, shape->columns})) {
+    const OneThread guard;
     return at::compositeexplicitautograd::convolution_backward(
         gradient, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding,
         groups, output_mask);
+  }
   const Tensor outputs = gradient.contiguous();
   Tensor of_input, of_weight, of_bias;
   AT_DISPATCH_FLOATING_TYPES(input.scalar_type(), "convolution_backward", [&] {

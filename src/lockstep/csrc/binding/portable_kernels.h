@@ -4,6 +4,7 @@
 // torch's call MKL or oneDNN, whose bits depend on the processor and on the number of threads.
 // Everything above a kernel stays: autograd, autocast, vmap, the composite operators (linear,
 // matmul, einsum, conv2d) that end in these. An LSTM is composed of them, too, instead of oneDNN's.
+// Other operators whose bits depend on the number of threads are called with one, or in pieces.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +29,22 @@ const Gemm& portable_gemm();
 // Calls body(i) for i in 0 .. count-1 on torch's threads, each at least `grain` times.
 void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t)>& body);
 
+// Lets torch compute in one thread while it exists, on the thread that creates it.
+class OneThread {
+ public:
+  OneThread();
+  ~OneThread();
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  const int threads_;
+};
+
 void register_products(torch::Library& library);
 void register_convolutions(torch::Library& library);
 void register_functions(torch::Library& library);
+void register_threads(torch::Library& library);
 void register_recurrent(torch::Library& library);  // composite: above autograd
 
 }  // namespace lockstep

@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 
-from lockstep.record.run_environment import count_usable_cores
+from lockstep.processor_core import count_usable_cores
 
 __all__ = ["StartBarrier"]
 

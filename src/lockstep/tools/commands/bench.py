@@ -236,7 +236,8 @@ def check_memory(size: int, ranks: int, backends: int) -> None:
 
 def describe_machine() -> str:
     """Return the machine in one line."""
-    from lockstep.record.run_environment import count_usable_cores, processor_name
+    from lockstep.processor_core import count_usable_cores
+    from lockstep.record.run_environment import processor_name
 
     count, load = count_usable_cores(), os.getloadavg()[0]
     cores = f"{count} core{'s' if count > 1 else ''}"

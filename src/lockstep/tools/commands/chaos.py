@@ -133,8 +133,8 @@ def describe_result(result: ChaosResult) -> list[str]:
     if lost := result.seconds_lost:
         lines[0] = lines[0][:-1] + (
             f"; time lost per kill: median {format_duration(median(lost))}, worst "
-            f"{format_duration(max(lost))}; {format_quantity(result.repeated, 'micro-batch')} "
-            "computed twice."
+            f"{format_duration(max(lost))}; "
+            f"{format_quantity(result.repeated, 'micro-batch', 'es')} computed twice."
         )
     lines.append(
         f"The run took {format_duration(result.seconds)}, undisturbed "

@@ -78,7 +78,7 @@ class Driver:
         listen: str = f"{LOOPBACK}:0",
         key_file: str | Path | None = None,
         backend: str | None = None,
-        threads: int = 1,
+        threads: int | None = None,
         device: str | torch.device | None = None,
         timeout: float = 300.0,
     ) -> None:

@@ -37,10 +37,9 @@ from lockstep.tools.remote.roster import Roster, WorkerHandle
 __all__ = ["WorkerPool"]
 
 
+# It has many attributes: it joins the workers' processes, connections, calls and output.
 class WorkerPool:
     """The workers of one driver.
-
-    It has many attributes: it joins the workers' processes, connections, calls and output.
 
     Args:
         nprocs: Number of workers on this host.

@@ -190,11 +190,13 @@ INDECISIVE = {
 
 def settings_sentences(first: Run, second: Run) -> list[str]:
     """Return sentences about settings and processors that may explain different results."""
+    are_portable = first.environment.get("portable") and second.environment.get("portable")
+    indecisive = INDECISIVE | ({"layout.threads"} if are_portable else set())
     differences = [
         f"{name} ({' and '.join(values)})"
         for name, values in find_setting_differences([first, second]).items()
         if all(values)  # a record of another version may lack a setting
-        and (name == RATE or (name.startswith(DECISIVE) and name not in INDECISIVE))
+        and (name == RATE or (name.startswith(DECISIVE) and name not in indecisive))
     ]
     other = describe_other_arithmetic(first.environment, second.environment)
     sentences = [f"{other}."] if other else []

@@ -25,11 +25,10 @@ __all__ += ["name_weights", "number_or", "numbers_of", "summarize"]
 MIN_EXCESS = 0.02  # fraction above the mean working time from which a rank is called slow
 
 
+# It has many attributes: one for each figure.
 @dataclass(frozen=True)
 class Summary:
     """The figures of a run; NaN or "" if the record does not have them.
-
-    It has many attributes: one for each figure.
 
     `loss` and `metrics` are those of the last evaluation if there is one (`held_out`), else
     those of the last epoch, else the means of the last 20 steps. `seconds` is the duration of

@@ -7,16 +7,15 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from lockstep.formatting import format_bytes, format_quantity
-from lockstep.record.run_environment import count_usable_cores, processor_name
+from lockstep.processor_core import CGROUP, count_usable_cores, read_core_quota
+from lockstep.record.run_environment import processor_name
 from lockstep.tools.report.checks import CheckResult, Requirements, bad, good, note
 
 __all__ = ["check_accelerators", "check_cores", "check_memory", "check_python", "check_torch"]
 
 RANK_BYTES = 400e6  # memory of a rank that has imported torch, without a model
-CGROUP = Path("/sys/fs/cgroup")
 MIN_TORCH = (2, 11)
 
 
@@ -48,7 +47,7 @@ def check_torch(requirements: Requirements) -> Iterator[CheckResult]:
 
 def check_cores(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that there is a usable core for each thread of each rank."""
-    usable, quota = count_usable_cores(), cpu_quota()
+    usable, quota = count_usable_cores(), read_core_quota(CGROUP)
     what = f"{usable} of {processor_name()}"
     wanted = requirements.ranks * requirements.threads
     threads = format_quantity(requirements.threads, "thread")
@@ -63,14 +62,6 @@ def check_cores(requirements: Requirements) -> Iterator[CheckResult]:
         )
     else:
         yield good("cores", f"{what}; enough for {asked}")
-
-
-def cpu_quota() -> float | None:
-    """Return the container's limit of CPU time, in cores; None if there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        share, period = (CGROUP / "cpu.max").read_text().split()
-        return int(share) / int(period)
-    return None
 
 
 def check_memory(requirements: Requirements) -> Iterator[CheckResult]:

@@ -1,4 +1,4 @@
-"""The sharded optimizer: steps this rank's pieces of parameters that all ranks share.
+"""The shared optimizer: steps this rank's pieces of parameters that all ranks share.
 
     the user's optimizer     params = [w, b]            as the factory made it: its groups,
                              params = [w[0:131072], ...]   options and schedule stay
@@ -36,13 +36,10 @@ from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.parameter_shards import ParameterShard, Shards
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.norm import in_memory_order
-from lockstep.kernel.step_context import StepContext
-from lockstep.kernel.step_hooks import StepHook
-from lockstep.model.held_parameters import HeldParameters
 from lockstep.training.optimizer_checks import make_twin, without_hooks
 from lockstep.training.shared_parameters import SharedParameters, allocate
 
-__all__ = ["ShardedOptimizer", "SharedStateCheck"]
+__all__ = ["SharedOptimizer"]
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,14 @@ def _require_own_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         )
 
 
-class ShardedOptimizer:
+# It has many attributes: the pieces, their places in shared memory and the optimizer's groups are
+# extended together whenever parameters become trainable.
+class SharedOptimizer:
     """An optimizer that steps this rank's pieces of parameters that all ranks share.
 
     Construct it on every rank, before the scheduler. The parameters in the groups of `optimizer`
     are replaced by this rank's pieces. Raises UsageError for an optimizer that cannot update
     slices of parameters.
-
-    It has many attributes: the pieces, their places in shared memory and the optimizer's groups
-    are extended together whenever parameters become trainable.
 
     Attributes:
         shared: The parameters, in memory that all ranks share.
@@ -486,32 +482,3 @@ class ShardedOptimizer:
                 else:
                     stored.fill_(value)
                 self._optimizer.state[parameter][key] = stored
-
-
-class SharedStateCheck(StepHook):
-    """The hook that begins a step only on a whole state.
-
-    Args:
-        sharded: The optimizer of the shared parameters.
-        held: What the trainer holds, which a loaded state replaces.
-    """
-
-    def __init__(self, sharded: ShardedOptimizer, held: HeldParameters) -> None:
-        self._sharded, self._held = sharded, held
-
-    def begin(self, step: StepContext, batch: Any) -> None:
-        """Publish the script's changes of the state, and require that it is whole.
-
-        Raises:
-            WorkError: Parameters and optimizer state are not those of a single step.
-            UsageError: A change of the state cannot be published.
-        """
-        self._sharded.shared.require_whole()
-        self._sharded.publish_edits()
-        if self._sharded.was_loaded:
-            self._held.commit()
-            self._sharded.was_loaded = False
-
-    def commit(self, step: StepContext) -> None:
-        """Note the parameters after the update, which all ranks can write."""
-        self._held.commit()

@@ -1,0 +1,428 @@
+// Operators of torch whose bits depend on the number of threads: with one, or in pieces.
+//
+// torch divides a range evenly among its threads. An elementwise kernel computes the last elements
+// of each part without vector instructions, which round otherwise; a reduction adds the results of
+// the parts; some kernels keep one sum per thread. And the compiler has made two copies of each
+// loop, for one thread and for several, which may use fused multiply-adds in other places.
+// tools/thread_operators.py finds the operators. The original kernels compute here, by their copy
+// for one thread, so all bits are those that torch computes with one thread.
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "portable_kernels.h"
+
+namespace lockstep {
+
+OneThread::OneThread() : threads_(at::in_parallel_region() ? 1 : at::get_num_threads()) {
+  if (threads_ > 1) at::set_num_threads(1);
+}
+
+OneThread::~OneThread() {
+  if (threads_ > 1) at::set_num_threads(threads_);
+}
+
+namespace threads {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::OperatorHandle;
+using c10::SafeKernelFunction;
+using Stack = std::vector<c10::IValue>;
+
+// Elements of a piece: below the 32,768 at which torch divides work, and a multiple of the elements
+// that a vectorized loop takes at once, so no element is computed otherwise than in the whole.
+constexpr int64_t kPiece = 1 << 14;
+
+// The arguments of a call, by their names in the schema.
+class Arguments {
+ public:
+  Arguments(const OperatorHandle& op, const Stack& stack)
+      : schema_(op.schema()), first_(stack.end() - std::ssize(schema_.arguments())) {}
+  size_t count() const { return schema_.arguments().size(); }
+  const c10::IValue& operator[](size_t i) const { return first_[static_cast<std::ptrdiff_t>(i)]; }
+  Stack copy() const { return {first_, first_ + std::ssize(schema_.arguments())}; }
+  std::optional<size_t> find(const std::string& name) const {
+    const std::optional<int> index = schema_.argumentIndexWithName(name);
+    if (!index) return std::nullopt;
+    return static_cast<size_t>(*index);
+  }
+  bool is_written(size_t i) const {
+    const c10::AliasInfo* alias = schema_.arguments()[i].alias_info();
+    return alias && alias->isWrite();
+  }
+  size_t results() const { return schema_.returns().size(); }
+
+ private:
+  const c10::FunctionSchema& schema_;
+  Stack::const_iterator first_;
+};
+
+// ---- with one thread ----
+
+enum class When {
+  always,
+  one_result,   // if all dimensions are reduced: otherwise a thread computes whole results
+  not_in_order  // if the first tensor is not contiguous, as with the channels last
+};
+
+static bool reduces_all(const Arguments& arguments, const Tensor& input) {
+  const auto index = arguments.find("dim");
+  if (!index) return true;
+  const c10::IValue& dim = arguments[*index];
+  if (!dim.isInt() && !dim.isIntList()) return true;  // none, or names
+  const std::vector<int64_t> reduced =
+      dim.isInt() ? std::vector<int64_t>{dim.toInt()} : dim.toIntVector();
+  if (reduced.empty()) return true;
+  int64_t kept = input.numel();
+  for (const int64_t one : reduced) {
+    const int64_t number = one < 0 ? one + input.dim() : one;
+    if (number < 0 || number >= input.dim() || !kept) return true;  // torch has the message
+    kept /= std::max<int64_t>(1, input.size(number));
+  }
+  return kept <= 1;
+}
+
+template <When when>
+struct WithOneThread : c10::OperatorKernel {
+  explicit WithOneThread(SafeKernelFunction kernel) : original(std::move(kernel)) {}
+
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    if (!is_divided(Arguments(op, *stack))) return original.callBoxed(op, keys, stack);
+    const OneThread guard;
+    original.callBoxed(op, keys, stack);
+  }
+
+  static bool is_divided(const Arguments& arguments) {
+    if constexpr (when == When::always) return true;
+    if (!arguments.count() || !arguments[0].isTensor()) return true;
+    const Tensor& input = arguments[0].toTensor();
+    if constexpr (when == When::one_result) return reduces_all(arguments, input);
+    return !input.is_contiguous();
+  }
+
+  SafeKernelFunction original;
+};
+
+// ---- in pieces ----
+
+// Tensors of one dense layout, which are divided. Tensors without dimensions, as numbers, stay.
+struct DenseTensors {
+  explicit DenseTensors(const Arguments& arguments) {
+    for (size_t i = 0; i < arguments.count(); ++i) {
+      if (arguments[i].isTensorList() || arguments[i].isOptionalTensorList()) return;
+      if (!arguments[i].isTensor()) continue;
+      const Tensor& tensor = arguments[i].toTensor();
+      if (!tensor.defined() || (!tensor.dim() && !arguments.is_written(i))) continue;
+      if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided || tensor.is_neg() ||
+          tensor.is_conj() || tensor._is_zerotensor())
+        return;
+      if (tensors.empty()
+              ? !tensor.is_non_overlapping_and_dense()
+              : tensor.sizes() != first().sizes() || tensor.strides() != first().strides())
+        return;
+      tensors.emplace_back(i, tensor);
+      if (arguments.is_written(i)) written.push_back(tensor);
+    }
+    // torch has an error for tensors that share a part of their memory.
+    for (const Tensor& to : written)
+      for (const auto& [i, from] : tensors)
+        if (to.is_alias_of(from) && (to.const_data_ptr() != from.const_data_ptr() ||
+                                     to.scalar_type() != from.scalar_type()))
+          return;
+    are_divisible = !tensors.empty() && (written.empty() || written.size() == arguments.results());
+  }
+  const Tensor& first() const { return tensors.front().second; }
+
+  std::vector<std::pair<size_t, Tensor>> tensors;  // by the number of the argument
+  std::vector<Tensor> written;
+  bool are_divisible = false;
+};
+
+// A result as TensorIterator allocates it.
+static Tensor allocate(const Tensor& like, at::ScalarType type) {
+  const auto format = like.is_contiguous() ? at::MemoryFormat::Contiguous
+                      : like.is_contiguous(at::MemoryFormat::ChannelsLast)
+                          ? at::MemoryFormat::ChannelsLast
+                          : at::MemoryFormat::Preserve;
+  return at::empty_like(like, like.options().dtype(type), format);
+}
+
+// A call that is divided.
+class Pieces {
+ public:
+  // `row` is the number of elements that stay together; `dim` the argument with their dimension.
+  Pieces(const SafeKernelFunction& original, const OperatorHandle& op, c10::DispatchKeySet keys,
+         Stack values, const DenseTensors& dense, int64_t row, std::optional<size_t> dim)
+      : original_(original),
+        op_(op),
+        keys_(keys),
+        values_(std::move(values)),
+        dense_(dense),
+        row_(row),
+        step_(std::max<int64_t>(1, kPiece / row) * row),
+        results_(dense.written) {
+    if (dim) values_[*dim] = int64_t{1};
+  }
+
+  // Returns false if an operator returns something else than one number for each element.
+  bool compute() {
+    const int64_t count = dense_.first().numel();
+    const int64_t end = std::min(step_, count);
+    const Stack first = call_first(end);
+    if (is_functional()) {
+      for (const c10::IValue& part : first) {
+        if (!part.isTensor() || part.toTensor().sizes() != take(dense_.first(), 0, end).sizes())
+          return false;
+        results_.push_back(allocate(dense_.first(), part.toTensor().scalar_type()));
+      }
+      store(first, 0);
+    }
+    run_parallel((count - 1) / step_, 1, [&](int64_t number) {
+      const at::AutoDispatchBelowADInplaceOrView guard;  // as on the thread that calls
+      const int64_t begin = (number + 1) * step_;
+      const Stack parts = call(begin, std::min(begin + step_, count));
+      if (is_functional()) store(parts, begin);
+    });
+    return true;
+  }
+  const std::vector<Tensor>& results() const { return results_; }
+
+ private:
+  bool is_functional() const { return dense_.written.empty(); }
+
+  Tensor take(const Tensor& tensor, int64_t begin, int64_t end) const {
+    const int64_t place = tensor.storage_offset() + begin;
+    if (row_ == 1) return tensor.as_strided({end - begin}, {1}, place);
+    return tensor.as_strided({(end - begin) / row_, row_}, {row_, 1}, place);
+  }
+
+  Stack call(int64_t begin, int64_t end) const {
+    Stack stack = values_;
+    for (const auto& [i, tensor] : dense_.tensors) stack[i] = take(tensor, begin, end);
+    original_.callBoxed(op_, keys_, &stack);
+    return stack;
+  }
+
+  Stack call_first(int64_t end) const {
+    const OneThread guard;  // long rows exceed what torch computes in one anyway
+    return call(0, end);
+  }
+
+  void store(const Stack& parts, int64_t begin) const {
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const Tensor& part = parts[i].toTensor();
+      take(results_[i], begin, begin + part.numel()).copy_(part);
+    }
+  }
+
+  const SafeKernelFunction& original_;
+  const OperatorHandle& op_;
+  const c10::DispatchKeySet keys_;
+  Stack values_;
+  const DenseTensors& dense_;
+  const int64_t row_, step_;
+  std::vector<Tensor> results_;
+};
+
+enum class Of {
+  all,
+  scaled,  // those whose argument `alpha` is not 1
+  rows     // along the last dimension, which is the argument `dim`
+};
+
+template <Of of>
+struct InPieces : c10::OperatorKernel {
+  explicit InPieces(SafeKernelFunction kernel) : original(std::move(kernel)) {}
+
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    if (at::get_num_threads() == 1 || at::in_parallel_region())
+      return original.callBoxed(op, keys, stack);
+    if constexpr (of == Of::scaled)
+      if (!is_scaled(Arguments(op, *stack))) return original.callBoxed(op, keys, stack);
+    if (divide(op, keys, stack)) return;
+    const OneThread guard;
+    original.callBoxed(op, keys, stack);
+  }
+
+  static bool is_scaled(const Arguments& arguments) {
+    const auto index = arguments.find("alpha");
+    return index && !arguments[*index].toScalar().equal(1);
+  }
+
+  // Returns false if the call cannot be divided, or is too small.
+  bool divide(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    const Arguments arguments(op, *stack);
+    const DenseTensors dense(arguments);
+    if (!dense.are_divisible || dense.first().numel() <= 2 * kPiece) return false;
+    std::optional<size_t> dim;
+    int64_t row = 1;
+    if constexpr (of == Of::rows) {
+      dim = arguments.find("dim");
+      const Tensor& first = dense.first();
+      const int64_t last = first.dim() - 1;
+      if (!dim || !first.is_contiguous()) return false;
+      if (const int64_t given = arguments[*dim].toInt(); given != last && given != -1) return false;
+      row = first.size(last);
+    }
+    // Below autograd, as this kernel: otherwise the pieces would be nodes of a graph.
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    Pieces pieces(original, op, keys, arguments.copy(), dense, row, dim);
+    if (!pieces.compute()) return false;
+    stack->resize(stack->size() - arguments.count());
+    for (const Tensor& result : pieces.results()) stack->emplace_back(result);
+    return true;
+  }
+
+  SafeKernelFunction original;
+};
+
+// ---- the operators ----
+
+using Names = std::unordered_set<std::string>;
+
+// Dense tensors are divided, others are computed with one thread.
+static const Names kElementwise = {
+    "acosh",
+    "addcdiv",
+    "addcmul",
+    "asinh",
+    "atan2",
+    "atanh",
+    "binary_cross_entropy",
+    "binary_cross_entropy_backward",
+    "cosh",
+    "digamma",
+    "elu",
+    "elu_backward",
+    "erfinv",
+    "exp2",
+    "gelu",
+    "gelu_backward",
+    "hardsigmoid",
+    "hardsigmoid_backward",
+    "hardswish",
+    "hardswish_backward",
+    "huber_loss",
+    "huber_loss_backward",
+    "hypot",
+    "lerp",
+    "lgamma",
+    "log1p",
+    "log_sigmoid_backward",
+    "log_sigmoid_forward",
+    "logaddexp",
+    "logaddexp2",
+    "logit",
+    "logit_backward",
+    "mish",
+    "mish_backward",
+    "pow",
+    "rsqrt",
+    "sigmoid",
+    "sigmoid_backward",
+    "silu",
+    "silu_backward",
+    "sinc",
+    "sinh",
+    "smooth_l1_loss",
+    "smooth_l1_loss_backward",
+    "softplus",
+    "softplus_backward",
+    "special_erfcx",
+    "special_log_ndtr",
+    "special_ndtri",
+    "tanh_backward",
+    "xlogy",
+};
+
+// a + alpha * b, with one rounding or two.
+static const Names kScaled = {"add", "rsub", "sub"};
+
+static const Names kInRows = {
+    "_log_softmax",
+    "_log_softmax_backward_data",
+    "_softmax",
+    "_softmax_backward_data",
+};
+
+static const Names kReductions = {
+    "linalg_vector_norm", "mean", "nansum", "norm",     "prod", "std",
+    "std_mean",           "sum",  "var",    "var_mean",
+};
+
+static const Names kNormalizations = {"native_batch_norm", "native_batch_norm_backward"};
+
+static const Names kOthers = {
+    "_ctc_loss",
+    "_ctc_loss_backward",
+    "dot",
+    "glu",
+    "glu_backward",
+    "glu_jvp",
+    "histc",
+    "native_group_norm_backward",
+    "native_layer_norm_backward",
+    "vdot",
+};
+
+// The name without the namespace, and without the "_" of a form in place.
+static std::string base_of(const c10::OperatorName& name) {
+  const std::string whole = name.name.substr(name.name.find("::") + 2);
+  return whole.back() == '_' ? whole.substr(0, whole.size() - 1) : whole;
+}
+
+template <typename Kernel>
+static void wrap(torch::Library& library, const OperatorHandle& op) {
+  auto kernel = std::make_unique<Kernel>(op.getComputedKernelForDispatchKey(DispatchKey::CPU));
+  const c10::OperatorName& name = op.operator_name();
+  const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
+  library.impl((name.name + overload).c_str(),
+               torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+}
+
+using Wrap = void (*)(torch::Library&, const OperatorHandle&);
+
+static Wrap find_wrap(const std::string& name) {
+  if (kElementwise.contains(name)) return &wrap<InPieces<Of::all>>;
+  if (kScaled.contains(name)) return &wrap<InPieces<Of::scaled>>;
+  if (kInRows.contains(name)) return &wrap<InPieces<Of::rows>>;
+  if (kReductions.contains(name)) return &wrap<WithOneThread<When::one_result>>;
+  if (kNormalizations.contains(name)) return &wrap<WithOneThread<When::not_in_order>>;
+  if (kOthers.contains(name)) return &wrap<WithOneThread<When::always>>;
+  return nullptr;
+}
+
+// All forms of an operator: functional, in place, and with `out`.
+void register_threads(torch::Library& library) {
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    const Wrap wrap_operator = find_wrap(base_of(name));
+    if (!wrap_operator) continue;
+    const auto op = dispatcher.findSchema(name);
+    if (!op || !op->hasComputedKernelForDispatchKey(DispatchKey::CPU)) continue;
+    // What autograd decomposes on CPUs must not get a kernel of its own.
+    if (op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
+        !op->hasKernelForDispatchKey(DispatchKey::CPU))
+      continue;
+    wrap_operator(library, *op);
+  }
+}
+
+}  // namespace threads
+
+void register_threads(torch::Library& library) { threads::register_threads(library); }
+
+}  // namespace lockstep
