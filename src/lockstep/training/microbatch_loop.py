@@ -33,8 +33,8 @@ from lockstep.model.forward import Metric, explain_batch_norm, forward
 from lockstep.model.loss_root import LossRoot, record_loss, run_backward
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.training.grouped_passes import GroupedPasses, PassResults
 from lockstep.training.kept_work import KeptWork, LeavesShare, RestOfStep, agree_on_rest
-from lockstep.training.one_pass import OnePass, PassResults
 
 __all__ = ["CollectedGradients", "MicrobatchLoop"]
 
@@ -119,7 +119,7 @@ class MicrobatchLoop:
         gradients: CollectedGradients,
         roots: LossRoot,
         parameters: Sequence[nn.Parameter],
-        one_pass: OnePass | None = None,
+        one_pass: GroupedPasses | None = None,
     ) -> None:
         self._one_pass = one_pass
         self.step, self.parallel = step, parallel
@@ -188,7 +188,7 @@ class MicrobatchLoop:
         loss, metrics = forward(self._called, loss_function, self._metrics, data, self.place)
         self.backward(loss, metrics=metrics, final=True)
 
-    def _compute_groups(self, one_pass: OnePass, batch: Any) -> None:
+    def _compute_groups(self, one_pass: GroupedPasses, batch: Any) -> None:
         """Compute the micro-batches in groups, each in one pass if it has the same bits."""
         for group in one_pass.divide(self.step, self._begin_batch((batch,))):
             results = one_pass.compute(self.step, self.buffers, group)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.training.hyperparameter_check import HyperparameterCheck
+from lockstep.training.one_pass import make_one_pass
 from lockstep.training.optimization import Optimization, copy_on_meta, make_average
 from lockstep.training.optimizer_config import OptimizerConfig
 from lockstep.training.sharded_storage import (
@@ -261,7 +263,14 @@ def _build_executor(
         is_shared=shared,
     )
     names = partitioner.block_names
-    executor = WholeModelExecutor(parallel, model, module, gradients, names, metrics, seed)
+    make_passes = None
+    if isinstance(gradients, GradientReducer) and not gradients.has_sparse:
+        make_passes = partial(
+            make_one_pass, parallel, model, parallel.modules_with(module), metrics
+        )
+    executor = WholeModelExecutor(
+        parallel, model, module, gradients, names, metrics, seed, make_passes
+    )
     return executor, StateMutationCheck(modules, held)
 
 

@@ -19,7 +19,7 @@ by default. After a difference the micro-batches are computed one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -42,15 +42,16 @@ from lockstep.model.compilation import find_compiled
 from lockstep.model.forward import Metric, call_model, compute_loss, split_targets
 from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.training.grouped_passes import PassResults
 from lockstep.training.pass_plan import (
     CannotJoin,
     PassPlan,
-    RecordedCall,
+    NotedCall,
     count_bytes,
     plan_passes,
 )
 
-__all__ = ["JoinedPass", "OnePass", "OnePassNotes", "PassResults", "make_one_pass"]
+__all__ = ["JoinedPass", "OnePass", "OnePassNotes", "make_one_pass"]
 
 MOST_BYTES = 128 << 20
 """The bytes that a pass may keep for its backward pass: with more of them per micro-batch, the time
@@ -70,18 +71,6 @@ class Pass(Protocol):
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Return the result of the body, whose operators are seen."""
-
-
-class PassResults(NamedTuple):
-    """The results of a pass, whose gradients are in `.grad`.
-
-    Attributes:
-        losses: The losses of the micro-batches, detached.
-        metrics: Their metrics.
-    """
-
-    losses: list[torch.Tensor]
-    metrics: list[dict[str, Any]]
 
 
 class JoinedPass:
@@ -109,10 +98,9 @@ class JoinedPass:
                 raise CannotJoin(f"{name} was not called as in the first step")
 
 
+# It has many attributes: what a pass is computed with, and what is known about passes.
 class OnePass:
     """Computes several micro-batches of a rank together.
-
-    It has many attributes: what a pass is computed with, and what is known about passes.
 
     Args:
         parallel: The layout and the loss.
@@ -357,12 +345,12 @@ class OnePass:
         rule = load_native().SegmentRule
         return JoinedPass(plan_passes(alone, together, len(group), rule), len(group))
 
-    def _record(self, trial: Trial, group: Sequence[Microbatch]) -> list[list[RecordedCall]]:
+    def _record(self, trial: Trial, group: Sequence[Microbatch]) -> list[list[NotedCall]]:
         make = load_native().RecordedCalls
         forward, backward = make(), make()
         self._run(trial.step, trial.buffers, group, forward, backward)
         self._clear(trial.buffers)
-        return [[RecordedCall(*call) for call in one.calls] for one in (forward, backward)]
+        return [[NotedCall(*call) for call in one.calls] for one in (forward, backward)]
 
 
 def make_one_pass(
@@ -383,7 +371,7 @@ def make_one_pass(
         and parallel.loss is not None  # the loss of a micro-batch is computed from its outputs
         and parallel.autocast_dtype is None
         and parallel.loss_scale is None
-        and not parallel.is_interleaved
+        and not parallel.is_sharded
         and not parallel.activation_checkpointing
         and not any(one for module in modules.values() for one in find_compiled(module))
     )

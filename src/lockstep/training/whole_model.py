@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -10,11 +10,10 @@ from typing import Any, cast
 from torch import nn
 
 from lockstep.audit.microbatch_results import hash_results
-from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.rng_scopes import find_scopes
+from lockstep.kernel.rng_scopes import RngScopes, find_scopes
 from lockstep.kernel.step_context import NOTHING, StepContext
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.device_errors import explain_device_error
@@ -24,9 +23,9 @@ from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import ShardedModel, WatchedCalls, watch_calls
+from lockstep.training.grouped_passes import GroupedPasses
 from lockstep.training.kept_work import KeptWork
 from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
-from lockstep.training.one_pass import OnePass, make_one_pass
 
 __all__ = ["WholeModelExecutor"]
 
@@ -48,6 +47,7 @@ class WholeModelExecutor:
         blocks: The names of its blocks, each of which has separate random numbers.
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
+        make_passes: Returns what computes several micro-batches together, if anything does.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class WholeModelExecutor:
         blocks: Sequence[str],
         metrics: Mapping[str, Metric],
         seed: int,
+        make_passes: Callable[[RngScopes, LossRoot], GroupedPasses | None] | None = None,
     ) -> None:
         self._parallel, self._called, self._module = parallel, called, module
         self._gradients, self._blocks = gradients, blocks
@@ -70,11 +71,7 @@ class WholeModelExecutor:
         if parallel.activation_checkpointing:
             modules = {name: called.get_submodule(name) for name in blocks}
             self._checkpointing = ActivationCheckpointing(modules, parallel.device)
-        self.one_pass: OnePass | None = None
-        if isinstance(gradients, GradientReducer) and not gradients.has_sparse:
-            self.one_pass = make_one_pass(
-                parallel, called, self._modules, metrics, self._scopes, self._roots
-            )
+        self.one_pass = None if make_passes is None else make_passes(self._scopes, self._roots)
         self._loop: MicrobatchLoop | None = None
         self._kept: KeptWork | None = None
         self._is_first_of_round = False
