@@ -126,7 +126,7 @@ class BucketReadyTracker:
                 for root in self._modules
                 for module in root.modules()
             )
-            or any(_has_foreign_hooks(parameter) for parameter in self._parameters)
+            or any(has_foreign_hooks(parameter) for parameter in self._parameters)
         )
 
     def _note_callback(self) -> None:
@@ -159,7 +159,7 @@ class _Hook:
                 on_gradient(self._index)
 
 
-def _has_foreign_hooks(parameter: nn.Parameter) -> bool:
+def has_foreign_hooks(parameter: nn.Parameter) -> bool:
     hooks = parameter._post_accumulate_grad_hooks
     return bool(hooks) and any(type(hook) is not _Hook for hook in hooks.values())
 

@@ -223,6 +223,11 @@ class GradientReducer:
         return f"{mask:x}"
 
     @property
+    def has_sparse(self) -> bool:
+        """Whether gradients may be sparse."""
+        return bool(self._sparse)
+
+    @property
     def failure(self) -> str:
         """The reason why a gradient was accumulated too early in this step; "" for none."""
         return "" if self._local is None else self._local.failure

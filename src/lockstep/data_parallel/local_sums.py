@@ -82,9 +82,13 @@ class LocalSums:
 
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to a micro-batch."""
-        if self._siblings is None and self._accumulate_together(microbatch):
+        self.accumulate_node((microbatch, microbatch + 1))
+
+    def accumulate_node(self, node: Node) -> None:
+        """Move the gradients in `.grad` to a node, whose sum they are."""
+        if self._siblings is None and self._accumulate_together(node):
             return
-        self.open(microbatch)
+        self._open_node(node)
         for index in range(len(self._parameters)):
             self.accumulate_one(index)
         self.complete[self._node] = self._values
@@ -100,9 +104,12 @@ class LocalSums:
 
     def open(self, microbatch: int) -> None:
         """Begin to accumulate the gradients of a micro-batch, unless this has begun already."""
+        self._open_node((microbatch, microbatch + 1))
+
+    def _open_node(self, node: Node) -> None:
         if self._siblings is None:
-            self._siblings, self._node = [], (microbatch, microbatch + 1)
-            for sibling, parent in left_siblings(microbatch, self._leaves):
+            self._siblings, self._node = [], node
+            for sibling, parent in left_siblings(node, self._leaves):
                 if sibling not in self.complete:  # it has leaves of other ranks
                     break
                 self._siblings.append(self.complete.pop(sibling))
@@ -138,7 +145,7 @@ class LocalSums:
         """Return the memory in a bucket for the current node's value of a parameter."""
         return self._destinations.get(self._node, {}).get(index)
 
-    def _accumulate_together(self, microbatch: int) -> bool:
+    def _accumulate_together(self, node: Node) -> bool:
         """Move all gradients out of `.grad` in one call of the native module, in the usual case.
 
         Returns:
@@ -146,16 +153,14 @@ class LocalSums:
             parameters, and every sibling has gradients of the same parameters.
         """
         if self._add_natively is None:
-            return self._accumulate_on_accelerator(microbatch)
-        siblings = left_siblings(microbatch, self._leaves)
-        return self._add_natively(
-            self._tensors, self.complete, microbatch, siblings, self._destinations
-        )
+            return self._accumulate_on_accelerator(node)
+        siblings = left_siblings(node, self._leaves)
+        return self._add_natively(self._tensors, self.complete, node, siblings, self._destinations)
 
     @torch.no_grad()
-    def _accumulate_on_accelerator(self, microbatch: int) -> bool:
+    def _accumulate_on_accelerator(self, node: Node) -> bool:
         """Do the same with one kernel per addition, where launching takes longer than adding."""
-        self.open(microbatch)
+        self._open_node(node)
         gradients = [parameter.grad for parameter in self._tensors]
         if (
             not gradients  # a stage may have no parameters

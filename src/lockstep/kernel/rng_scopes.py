@@ -201,6 +201,11 @@ class RngScopes:
 
         return restore
 
+    def read_states(self) -> object:
+        """Return the present states of the generators, to find out whether something has drawn."""
+        states = [generator.get_state().numpy().tobytes() for generator in self._generators]
+        return states, self._seeder.read_others()
+
     @contextmanager
     def install_hooks(self) -> Iterator[None]:
         """Seed every call of a scope in the body."""

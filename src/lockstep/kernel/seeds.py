@@ -70,6 +70,9 @@ class Seeder(Protocol):
     def remember_others(self) -> Callable[[], None]:
         """Return a function that restores the present states of Python's and numpy's generators."""
 
+    def read_others(self) -> object:
+        """Return the states of Python's and numpy's generators, for comparison."""
+
 
 class PlainSeeder:
     """The seeder that calls the generators' own functions; others may only be faster."""
@@ -91,6 +94,10 @@ class PlainSeeder:
     def remember_others(self) -> Callable[[], None]:
         """Return a function that restores the present states of Python's and numpy's generators."""
         return remember_others()
+
+    def read_others(self) -> object:
+        """Return the states of Python's and numpy's generators, for comparison."""
+        return read_others()
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -151,6 +158,14 @@ def remember_others() -> Callable[[], None]:
         restore_numpy()
 
     return restore
+
+
+def read_others() -> object:
+    """Return the states of Python's and numpy's generators, for comparison."""
+    if (numpy := _find_numpy()) is None:
+        return random.getstate()
+    _, numbers, position, *second = numpy.random.get_state()
+    return random.getstate(), bytes(numbers), position, second
 
 
 def remember_numpy() -> Callable[[], None]:

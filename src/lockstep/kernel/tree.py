@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["Node", "TreeAccumulator", "add_present", "left_siblings", "nodes_of", "total"]
+__all__ = ["Node", "TreeAccumulator", "add_present", "left_siblings", "nodes_of", "split", "total"]
 
 Node = tuple[int, int]
 """A node (lo, hi) covers the leaves lo, lo + 1, ..., hi - 1."""
@@ -51,13 +51,13 @@ def _parents(leaves: int) -> dict[Node, tuple[Node, Node]]:
 
 
 @lru_cache(maxsize=1024)
-def left_siblings(leaf: int, leaves: int) -> list[tuple[Node, Node]]:
-    """Return what a leaf is added to if leaves arrive in order, for callers without an accumulator.
+def left_siblings(node: Node, leaves: int) -> list[tuple[Node, Node]]:
+    """Return what a node is added to if leaves arrive in order, for callers without an accumulator.
 
     Returns:
         The left sibling and its parent of each addition, innermost first.
     """
-    parents, node, pairs = _parents(leaves), (leaf, leaf + 1), []
+    parents, pairs = _parents(leaves), []
     while node in parents and parents[node][0] < node:
         pairs.append(parents[node])
         node = parents[node][1]

@@ -29,6 +29,7 @@ from lockstep.kernel.rng_scopes import BEFORE, RngScopes, make_seed_hook
 from lockstep.kernel.seeds import (
     PlainSeeder,
     Seeder,
+    read_others,
     remember_others,
     seed_others,
     torch_generators,
@@ -83,6 +84,10 @@ class NativeSeeder:
         make, again = load_native().make_scope_hook, make_seed_hook(scopes, scope, before)
         hook: Callable[[], None] = make(self._native, scopes, again, scope, before)
         return hook
+
+    def read_others(self) -> object:
+        """Return the states of Python's and numpy's generators, for comparison."""
+        return self._native.read_others() or read_others()
 
     def remember_others(self) -> Callable[[], None]:
         """Return a function that restores the present states of Python's and numpy's generators."""

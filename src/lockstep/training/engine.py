@@ -49,6 +49,7 @@ from lockstep.training.epoch import Epoch
 from lockstep.training.evaluation_operation import EvaluationOperation
 from lockstep.training.history import Callback, History
 from lockstep.training.model_setup import ModelSetup
+from lockstep.training.one_pass import OnePassNotes
 from lockstep.training.optimization import OptimizerHookCheck
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.round_entry import RoundEntry
@@ -253,6 +254,8 @@ class Engine:
         if parallel.loss is not None:
             hooks.append(LossCheckHook(parallel.modules_with(setup.model)))
         hooks.append(StepUsage())
+        if isinstance(setup.executor, WholeModelExecutor) and setup.executor.one_pass is not None:
+            hooks.append(OnePassNotes(setup.executor.one_pass, self.history.write))
         if is_resumable:
             hooks.append(self.run.safe_points)
         return [*hooks, *self.options.hooks, self.history]

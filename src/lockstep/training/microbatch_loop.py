@@ -34,6 +34,7 @@ from lockstep.model.loss_root import LossRoot, record_loss, run_backward
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.kept_work import KeptWork, LeavesShare, RestOfStep, agree_on_rest
+from lockstep.training.one_pass import OnePass, PassResults
 
 __all__ = ["CollectedGradients", "MicrobatchLoop"]
 
@@ -118,7 +119,9 @@ class MicrobatchLoop:
         gradients: CollectedGradients,
         roots: LossRoot,
         parameters: Sequence[nn.Parameter],
+        one_pass: OnePass | None = None,
     ) -> None:
+        self._one_pass = one_pass
         self.step, self.parallel = step, parallel
         self._called, self._metrics = called, metrics
         self.result: StepResult | None = None
@@ -171,12 +174,52 @@ class MicrobatchLoop:
 
     def compute(self, batch: Any) -> None:
         """Compute every micro-batch of this rank with the trainer's loss."""
-        loss_function, step = self.parallel.loss, self.step
+        if self._one_pass is not None and not self.is_first_of_round:
+            self._compute_groups(self._one_pass, batch)
+            return
         for data in self.microbatches(batch):
-            if step.observers:
-                loss_function = step.find_loss(self.microbatch, data)
-            loss, metrics = forward(self._called, loss_function, self._metrics, data, self.place)
-            self.backward(loss, metrics=metrics, final=True)
+            self._compute_one(data)
+
+    def _compute_one(self, data: Any) -> None:
+        """Compute the current micro-batch with the trainer's loss."""
+        loss_function, step = self.parallel.loss, self.step
+        if step.observers:
+            loss_function = step.find_loss(self.microbatch, data)
+        loss, metrics = forward(self._called, loss_function, self._metrics, data, self.place)
+        self.backward(loss, metrics=metrics, final=True)
+
+    def _compute_groups(self, one_pass: OnePass, batch: Any) -> None:
+        """Compute the micro-batches in groups, each in one pass if it has the same bits."""
+        for group in one_pass.divide(self.step, self._begin_batch((batch,))):
+            results = one_pass.compute(self.step, self.buffers, group)
+            if results is not None:
+                self._end_group(group, results)
+                continue
+            trial = one_pass.begin_trial(self.step, self.buffers, group)
+            if trial is not None:
+                self._watched = -1  # the trial needs all gradients in `.grad`
+            for microbatch in group:
+                data = self.begin(microbatch)
+                if self.current is None:
+                    continue
+                self._compute_one(data)
+                if trial is not None:
+                    trial.note(self.current.losses[-1], self.parameters)
+                self.end()
+            if trial is not None:
+                trial.finish()
+        self.close_sums()
+
+    def _end_group(self, group: Sequence[Microbatch], results: PassResults) -> None:
+        """End micro-batches that were computed together: the gradients are those of a node."""
+        step = self.step
+        for microbatch, loss, metrics in zip(group, *results, strict=True):
+            share = step.shares[microbatch.index]
+            step.computed.append(ComputedMicrobatch(microbatch, share, [loss], metrics))
+            if self._has_buffers:
+                self.buffers.collect(microbatch.index, microbatch.size / step.samples)
+        sums: Any = self._sums
+        sums.accumulate_node((group[0].index, group[-1].index + 1))
 
     def microbatches(self, *batches: Any) -> Iterator[Any]:
         """Yield the data of this rank's micro-batches of a batch, one after another."""
@@ -185,7 +228,8 @@ class MicrobatchLoop:
         self._iteration = self._microbatches(batches)
         return self._iteration
 
-    def _microbatches(self, batches: tuple[Any, ...]) -> Iterator[Any]:
+    def _begin_batch(self, batches: tuple[Any, ...]) -> Batch:
+        """Set the batch of the step, and begin to add gradients; return what is to be computed."""
         rest = agree_on_rest(self.kept, self.step) if self.is_first_of_round else None
         if rest is not None:
             batch = self._continue(batches[0], rest)
@@ -197,6 +241,10 @@ class MicrobatchLoop:
                 self._whole = batches[0]
                 batch = start_batch(self.step, self._whole, self.parallel.count_ignored)
             self.open(batch)
+        return batch
+
+    def _microbatches(self, batches: tuple[Any, ...]) -> Iterator[Any]:
+        batch = self._begin_batch(batches)
         autocast = self._autocast
         for microbatch in batch.microbatches:
             data = self.begin(microbatch)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from lockstep.audit.microbatch_results import hash_results
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
@@ -25,6 +26,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import ShardedModel, WatchedCalls, watch_calls
 from lockstep.training.kept_work import KeptWork
 from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
+from lockstep.training.one_pass import OnePass, make_one_pass
 
 __all__ = ["WholeModelExecutor"]
 
@@ -68,6 +70,11 @@ class WholeModelExecutor:
         if parallel.activation_checkpointing:
             modules = {name: called.get_submodule(name) for name in blocks}
             self._checkpointing = ActivationCheckpointing(modules, parallel.device)
+        self.one_pass: OnePass | None = None
+        if isinstance(gradients, GradientReducer) and not gradients.has_sparse:
+            self.one_pass = make_one_pass(
+                parallel, called, self._modules, metrics, self._scopes, self._roots
+            )
         self._loop: MicrobatchLoop | None = None
         self._kept: KeptWork | None = None
         self._is_first_of_round = False
@@ -117,6 +124,7 @@ class WholeModelExecutor:
             self._gradients,
             self._roots,
             self.parameters,
+            self.one_pass,
         )
         self._loop, self.parts = loop, [(self._gradients, buffers)]
         self._parallel.held_nodes = None

@@ -15,6 +15,7 @@
 #include "backend.h"
 #include "errors.h"
 #include "microbatch.h"
+#include "pass_calls.h"
 #include "portable_kernels.h"
 #include "scope_calls.h"
 #include "torch_errors.h"
@@ -243,8 +244,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("after"));
   module.def("make_scope_hook", &make_scope_hook, py::arg("seeder"), py::arg("scopes"),
              py::arg("again"), py::arg("scope"), py::arg("call"));
+  py::class_<CallTensor>(module, "CallTensor")
+      .def_readonly("sizes", &CallTensor::sizes)
+      .def_readonly("element_size", &CallTensor::element_size)
+      .def_readonly("is_floating_point", &CallTensor::is_floating_point)
+      .def_readonly("is_dense", &CallTensor::is_dense);
+  py::class_<RecordedCalls>(module, "RecordedCalls")
+      .def(py::init<>())
+      .def("run", &RecordedCalls::run, py::arg("body"))
+      .def_readonly("calls", &RecordedCalls::calls);
+  py::class_<SegmentRule>(module, "SegmentRule")
+      .def(py::init([](std::vector<std::pair<size_t, int64_t>> slices, std::vector<int64_t> results,
+                       std::vector<std::pair<size_t, int64_t>> sizes) {
+             return SegmentRule{std::move(slices), std::move(results), std::move(sizes)};
+           }),
+           py::arg("slices"), py::arg("results"), py::arg("sizes"));
+  py::class_<SegmentedCalls>(module, "SegmentedCalls")
+      .def(py::init<const std::vector<SegmentedCalls::Expected>&, int64_t>(), py::arg("calls"),
+           py::arg("segments"))
+      .def("run", &SegmentedCalls::run, py::arg("body"))
+      .def("restart", &SegmentedCalls::restart)
+      .def("find_difference", &SegmentedCalls::find_difference);
   module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"), py::arg("nodes"),
-             py::arg("microbatch"), py::arg("siblings"), py::arg("destinations"));
+             py::arg("node"), py::arg("siblings"), py::arg("destinations"));
   module.def("compute_norms", &compute_norms, py::arg("gradients"),
              py::call_guard<py::gil_scoped_release>());
   // The calls and waits of a group across hosts, as `lockstep.comm.activity` reads them.

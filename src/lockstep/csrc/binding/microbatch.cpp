@@ -200,7 +200,7 @@ bool is_usual(const at::Tensor& gradient, const at::Tensor& parameter) {
 }  // namespace
 
 bool accumulate_gradients(const std::vector<at::Tensor>& parameters, const py::dict& nodes,
-                          int64_t microbatch, const py::sequence& siblings,
+                          py::object node, const py::sequence& siblings,
                           const py::dict& destinations) {
   const c10::AutoGradMode no_grad(false);
   const at::AutoDispatchBelowAutograd below_autograd;  // which would only pass the tensors on
@@ -214,7 +214,6 @@ bool accumulate_gradients(const std::vector<at::Tensor>& parameters, const py::d
     held.push_back(i);
     added.push_back(gradient);
   }
-  py::object node = py::make_tuple(microbatch, microbatch + 1);
   std::vector<py::object> taken;
   std::vector<std::vector<at::Tensor>> lefts;
   for (const py::handle pair : siblings) {

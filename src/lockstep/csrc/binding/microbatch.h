@@ -78,8 +78,8 @@ class UnitSeeder {
   SecondNumber* numpy_second_ = nullptr;
 };
 
-// Moves the gradients of a micro-batch out of `.grad`, and adds them to its left siblings in the
-// tree, innermost first, which leave `nodes`; the sum enters it.
+// Moves the gradients of a node, such as a micro-batch, out of `.grad`, and adds them to its left
+// siblings in the tree, innermost first, which leave `nodes`; the sum enters it.
 //
 // `nodes`: the values of nodes (lo, hi), each a list with a gradient or None per parameter.
 // `siblings`: the pairs of left siblings and their parents; those after one that is not in `nodes`
@@ -89,7 +89,7 @@ class UnitSeeder {
 // Returns false, and changes nothing, unless all gradients have the dtype and the strides of
 // their parameters, and all siblings have gradients of the same parameters.
 bool accumulate_gradients(const std::vector<at::Tensor>& parameters, const pybind11::dict& nodes,
-                          int64_t microbatch, const pybind11::sequence& siblings,
+                          pybind11::object node, const pybind11::sequence& siblings,
                           const pybind11::dict& destinations);
 
 // Returns the 2-norm of each gradient, as `torch._foreach_norm` computes it for a vector. Returns

@@ -1,0 +1,508 @@
+"""Several micro-batches of a rank in one pass, with the bits of a pass for each.
+
+    separate passes     forward  backward    forward  backward    forward  backward     ...
+    one pass            forward of all samples
+                        the loss of each micro-batch, and its gradient of the outputs
+                        backward of all samples; gradients of parameters per micro-batch, added
+                        along the tree
+
+In portable mode the results for a sample do not depend on the samples beside it, so only what adds
+up samples is computed for each micro-batch (`lockstep.training.pass_plan`). The micro-batches
+of a pass are those of a node of the tree. Which these are decides how fast a step is, and is never
+compared between ranks.
+
+A model may couple samples, or draw random numbers. So a pass is tried first, beside the separate
+ones whose results count, and all bits are compared; this is repeated in the steps that are audited
+by default. After a difference the micro-batches are computed one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lockstep.audit.audit_config import AuditConfig
+from lockstep.audit.repetition_trace import StateWatch
+from lockstep.comm.native_module import load_native
+from lockstep.data.microbatch import join_samples, map_tensors
+from lockstep.data_parallel.bucket_ready_tracker import has_foreign_hooks
+from lockstep.kernel.batch import Batch, Microbatch
+from lockstep.kernel.buffers import Buffers, have_same_bits
+from lockstep.kernel.rng_scopes import RngScopes
+from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_hooks import CommittedStep, StepHook
+from lockstep.kernel.tree import TreeAccumulator, add_present, nodes_of, split
+from lockstep.launcher.arithmetic import has_portable_bits
+from lockstep.model.compilation import find_compiled
+from lockstep.model.forward import Metric, call_model, compute_loss, split_targets
+from lockstep.model.loss_root import LossRoot, run_backward
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.training.pass_plan import (
+    CannotJoin,
+    PassPlan,
+    RecordedCall,
+    count_bytes,
+    plan_passes,
+)
+
+__all__ = ["JoinedPass", "OnePass", "OnePassNotes", "PassResults", "make_one_pass"]
+
+MOST_BYTES = 128 << 20
+"""The bytes that a pass may keep for its backward pass: with more of them per micro-batch, the time
+of a pass is that of its kernels, not of calling them."""
+
+MOST_TRIALS = 8
+"""The number of kinds of micro-batches, such as lengths of sequences, that are tried."""
+
+SCHEDULE = AuditConfig()
+"""The steps in which a pass is compared with separate passes again."""
+
+GradientList = list[torch.Tensor | None]
+
+
+class Pass(Protocol):
+    """What sees the operators of a pass: it records them, or calls some for each micro-batch."""
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Return the result of the body, whose operators are seen."""
+
+
+class PassResults(NamedTuple):
+    """The results of a pass, whose gradients are in `.grad`.
+
+    Attributes:
+        losses: The losses of the micro-batches, detached.
+        metrics: Their metrics.
+    """
+
+    losses: list[torch.Tensor]
+    metrics: list[dict[str, Any]]
+
+
+class JoinedPass:
+    """A pass over micro-batches with the shapes of those for which it was planned.
+
+    Args:
+        plan: The operators.
+        segments: The number of micro-batches.
+    """
+
+    def __init__(self, plan: PassPlan, segments: int) -> None:
+        make = load_native().SegmentedCalls
+        self.forward = make(plan.forward, segments)
+        self.backward = make(plan.backward, segments)
+
+    def restart(self) -> None:
+        """Expect the first operators again."""
+        self.forward.restart()
+        self.backward.restart()
+
+    def require_same(self) -> None:
+        """Raise CannotJoin unless the passes have called the operators of the plan."""
+        for calls in (self.forward, self.backward):
+            if name := calls.find_difference():
+                raise CannotJoin(f"{name} was not called as in the first step")
+
+
+class OnePass:
+    """Computes several micro-batches of a rank together.
+
+    It has many attributes: what a pass is computed with, and what is known about passes.
+
+    Args:
+        parallel: The layout and the loss.
+        called: The module that a step calls.
+        modules: The model and the other modules that a step calls.
+        metrics: Functions of (outputs, targets) by name.
+        scopes: The RNG scopes of the model.
+        roots: The roots of backward passes.
+
+    Attributes:
+        note: Why micro-batches are computed one by one; "" if they are not.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelContext,
+        called: nn.Module,
+        modules: Mapping[str, nn.Module],
+        metrics: Mapping[str, Metric],
+        scopes: RngScopes,
+        roots: LossRoot,
+    ) -> None:
+        self._parallel, self._called, self._modules = parallel, called, modules
+        self._metrics, self._scopes, self._roots = metrics, scopes, roots
+        self._every_module = [one for root in modules.values() for one in root.modules()]
+        self._parameters = [*nn.ModuleList(modules.values()).parameters()]
+        self._joined: dict[Any, JoinedPass | None] = {}  # None: computed one by one
+        self._bytes: dict[Any, int] = {}  # of a micro-batch, by its shapes
+        self._trials = 0
+        self._shapes: dict[int, Any] = {}
+        self.note = ""
+
+    # --- which micro-batches ---------------------------------------------------------------------
+
+    def divide(self, step: StepContext, batch: Batch) -> list[Sequence[Microbatch]]:
+        """Return the micro-batches of this rank in groups, each of which is a node of the tree."""
+        parts = batch.microbatches
+        indices = [part.index for part in parts]
+        is_range = bool(parts) and indices == [*range(indices[0], indices[-1] + 1)]
+        if not is_range or self._has_hooks():
+            return [[part] for part in parts]
+        self._shapes = {part.index: _describe(part.data) for part in parts}
+        by_index = {part.index: part for part in parts if part.index in step.shares}
+        groups: list[Sequence[Microbatch]] = []
+
+        def visit(lo: int, hi: int) -> None:
+            group = [by_index[index] for index in range(lo, hi) if index in by_index]
+            if hi - lo == 1 or (len(group) == hi - lo and self._fits(group)):
+                groups.append(group or [part for part in parts if part.index == lo])
+                return
+            middle = split(lo, hi)
+            visit(lo, middle)
+            visit(middle, hi)
+
+        for node in nodes_of(range(indices[0], indices[-1] + 1), batch.leaves):
+            visit(*node)
+        return groups
+
+    def _fits(self, group: Sequence[Microbatch]) -> bool:
+        """Return whether micro-batches are alike, and their pass does not keep too much memory."""
+        shapes = [self._shapes[part.index] for part in group]
+        is_alike = shapes[0] is not None and shapes.count(shapes[0]) == len(shapes)
+        return is_alike and self._bytes.get(shapes[0], 0) * len(group) <= MOST_BYTES
+
+    def _has_hooks(self) -> bool:
+        """Return whether hooks of the user would be called less often, or get other tensors."""
+        of_modules = any(
+            one._forward_hooks
+            or one._forward_pre_hooks
+            or one._backward_hooks
+            or one._backward_pre_hooks
+            for one in self._every_module
+        )
+        return (
+            of_modules
+            or global_hooks._has_any_global_hook()
+            or any(one._backward_hooks or has_foreign_hooks(one) for one in self._parameters)
+        )
+
+    def _key(self, group: Sequence[Microbatch]) -> Any:
+        """Return what decides whether a pass was planned for micro-batches such as these."""
+        return len(group), self._shapes[group[0].index]
+
+    # --- a pass ----------------------------------------------------------------------------------
+
+    def compute(
+        self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
+    ) -> PassResults | None:
+        """Compute micro-batches together, if it is known that their bits are the same.
+
+        Returns:
+            The results; None if the micro-batches have to be computed one by one.
+        """
+        if len(group) == 1 or step.observers or SCHEDULE.is_audited(step.number):
+            return None
+        key = self._key(group)
+        joined = self._joined.get(key)
+        if joined is None:
+            return None
+        joined.restart()
+        try:
+            results = self._run(step, buffers, group, joined.forward, joined.backward)
+            joined.require_same()
+        except Exception as error:  # one that is not ours is raised again by the separate passes
+            del self._joined[key]  # it is planned again in the next step
+            if isinstance(error, CannotJoin):
+                self.note = self.note or str(error)
+            self._clear(buffers)
+            return None
+        return results
+
+    def _clear(self, buffers: Buffers) -> None:
+        """Discard the gradients of a pass, and the buffers that it may have written."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        for slot in buffers.slots:
+            slot.copy = None
+
+    def _run(
+        self,
+        step: StepContext,
+        buffers: Buffers,
+        group: Sequence[Microbatch],
+        forward: Pass,
+        backward: Pass,
+    ) -> PassResults:
+        """Compute micro-batches together.
+
+        Raises:
+            CannotJoin: They have to be computed one by one.
+        """
+        where = step.place(group[0].index)
+        pairs = [split_targets(part.data, where) for part in group]
+        inputs = join_samples(*(inputs for inputs, _ in pairs))
+        if buffers.slots:
+            buffers.install_copies()
+        self._scopes.begin_microbatch(step.number, group[0].index)
+        self._scopes.pause()  # no scope is seeded, so that every draw shows
+        state = self._scopes.read_states()
+        outputs = forward.run(lambda: call_model(self._called, inputs, where))
+        if self._scopes.read_states() != state:
+            raise CannotJoin("the model draws random numbers")
+        current = buffers.current()
+        if not all(have_same_bits([(slot.tensor, current[slot.name]) for slot in buffers.slots])):
+            raise CannotJoin("the model writes buffers")
+        leaves, structure = tree_flatten(outputs)
+        cuts = [_cut(leaf, len(group)) for leaf in leaves]
+        results = PassResults([], [])
+        for number, (part, (_, targets)) in enumerate(zip(group, pairs, strict=True)):
+            own = tree_unflatten([cut[number] for cut in cuts], structure)
+            loss, metrics = self._compute_loss(step, part, own, targets)
+            results.losses.append(loss)
+            results.metrics.append(metrics)
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise CannotJoin("the loss uses parameters of the model")
+        roots = [(leaf, _join_gradients(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
+        used = [(leaf, gradient) for leaf, gradient in roots if gradient is not None]
+        if not used:
+            raise CannotJoin("the loss does not depend on the outputs")
+        state = self._scopes.read_states()
+        backward.run(lambda: _run_backward(used))
+        if self._scopes.read_states() != state:
+            raise CannotJoin("the backward pass draws random numbers")
+        return results
+
+    def _compute_loss(
+        self, step: StepContext, part: Microbatch, outputs: Any, targets: Any
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Compute the loss of a micro-batch from its outputs, and run backward to these."""
+        where = step.place(part.index)
+        assert self._parallel.loss is not None
+        self._scopes.begin_microbatch(step.number, part.index)
+        self._scopes.begin_loss()
+        loss, metrics = compute_loss(self._parallel.loss, self._metrics, outputs, targets, where)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise CannotJoin("the loss has no gradient")
+        root, gradient = self._roots.find(loss, step.shares[part.index])
+        run_backward(root, gradient, retain_graph=False)
+        return loss.detach(), metrics
+
+    # --- a trial ---------------------------------------------------------------------------------
+
+    def begin_trial(
+        self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
+    ) -> Trial | None:
+        """Return what compares the separate passes of a group with one; None if it is not due."""
+        if len(group) == 1:
+            return None
+        key = self._key(group)
+        is_known = key in self._joined
+        if is_known and (self._joined[key] is None or not SCHEDULE.is_audited(step.number)):
+            return None
+        if not is_known and self._trials == MOST_TRIALS:
+            return None
+        self._trials += not is_known
+        return Trial(self, step, buffers, group)
+
+    def conclude(self, trial: Trial) -> None:
+        """Compute the micro-batches of a trial together, and compare the bits."""
+        group, key = trial.group, self._key(trial.group)
+        is_new = key not in self._joined
+        watch = StateWatch(self._modules)
+        watch.begin()
+        joined = None
+        try:
+            joined = self._plan(trial) if is_new else self._joined[key]
+            if joined is not None:
+                joined.restart()
+                passes = joined.forward, joined.backward
+                results = self._run(trial.step, trial.buffers, group, *passes)
+                joined.require_same()
+                if difference := trial.find_difference(results, self._parameters):
+                    raise CannotJoin(f"{difference} has other bits for several micro-batches")
+                if changed := watch.list_changes():
+                    raise CannotJoin(f"forward changes {changed[0]}")
+        except CannotJoin as reason:
+            joined, self.note = None, self.note or str(reason)
+            if not is_new:
+                self.note += (
+                    ", so the bits of earlier steps may be others than those of separate passes"
+                )
+        except Exception as error:  # the separate passes had none
+            joined = None
+            self.note = self.note or f"several micro-batches raise {type(error).__name__}: {error}"
+        finally:
+            self._clear(trial.buffers)
+        shapes = self._shapes[group[0].index]
+        if joined is None and self._bytes.get(shapes, 0) * len(group) > MOST_BYTES:
+            return  # fewer micro-batches are tried in the next step
+        self._joined[key] = joined
+
+    def _plan(self, trial: Trial) -> JoinedPass | None:
+        """Record the passes over one micro-batch and over all; None if they keep too much."""
+        group = trial.group
+        alone = self._record(trial, group[:1])
+        shapes = self._shapes[group[0].index]
+        self._bytes[shapes] = count_bytes(alone[0])
+        if self._bytes[shapes] * len(group) > MOST_BYTES:
+            self._trials -= 1
+            return None
+        together = self._record(trial, group)
+        rule = load_native().SegmentRule
+        return JoinedPass(plan_passes(alone, together, len(group), rule), len(group))
+
+    def _record(self, trial: Trial, group: Sequence[Microbatch]) -> list[list[RecordedCall]]:
+        make = load_native().RecordedCalls
+        forward, backward = make(), make()
+        self._run(trial.step, trial.buffers, group, forward, backward)
+        self._clear(trial.buffers)
+        return [[RecordedCall(*call) for call in one.calls] for one in (forward, backward)]
+
+
+def make_one_pass(
+    parallel: ParallelContext,
+    called: nn.Module,
+    modules: Mapping[str, nn.Module],
+    metrics: Mapping[str, Metric],
+    scopes: RngScopes,
+    roots: LossRoot,
+) -> OnePass | None:
+    """Return what computes several micro-batches together; None where this is impossible.
+
+    The arguments are those of `OnePass`.
+    """
+    is_possible = (
+        has_portable_bits()
+        and torch.get_num_threads() == 1  # several divide a tensor at other elements
+        and parallel.loss is not None  # the loss of a micro-batch is computed from its outputs
+        and parallel.autocast_dtype is None
+        and parallel.loss_scale is None
+        and not parallel.is_interleaved
+        and not parallel.activation_checkpointing
+        and not any(one for module in modules.values() for one in find_compiled(module))
+    )
+    if not is_possible:
+        return None
+    return OnePass(parallel, called, modules, metrics, scopes, roots)
+
+
+class Trial:
+    """The results of separate passes, with which those of one pass are compared.
+
+    Args:
+        owner: What computes the pass.
+        step: The context of the step.
+        buffers: The buffers of the step.
+        group: The micro-batches.
+    """
+
+    def __init__(
+        self, owner: OnePass, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
+    ) -> None:
+        self._owner, self.step, self.buffers, self.group = owner, step, buffers, group
+        self._losses: list[torch.Tensor] = []
+        self._sums = TreeAccumulator[GradientList](len(group), _add_lists)
+
+    def note(self, loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """Keep the loss of a micro-batch and its gradients, which are in `.grad`."""
+        gradients = [None if one.grad is None else one.grad.clone() for one in parameters]
+        number = len(self._losses)
+        self._losses.append(loss.detach())
+        self._sums.put((number, number + 1), gradients)
+
+    def find_difference(self, results: PassResults, parameters: Sequence[nn.Parameter]) -> str:
+        """Return which result of one pass has other bits; "" if none has."""
+        if not all(have_same_bits([*zip(self._losses, results.losses, strict=True)])):
+            return "the loss"
+        ((_, gradients),) = self._sums.nodes.items()
+        for gradient, parameter in zip(gradients, parameters, strict=True):
+            if gradient is None or parameter.grad is None:
+                is_same = gradient is parameter.grad
+            else:
+                (is_same,) = have_same_bits([(gradient, parameter.grad)])
+            if not is_same:
+                return f"the gradient of a parameter of the shape {tuple(parameter.shape)}"
+        return ""
+
+    def finish(self) -> None:
+        """Compute the same micro-batches together, and compare the bits."""
+        self._owner.conclude(self)
+
+
+class OnePassNotes(StepHook):
+    """Records once why micro-batches are computed one by one.
+
+    Args:
+        one_pass: What computes several of them together.
+        record: A function that records a line of a kind.
+    """
+
+    name = "one_pass"
+
+    def __init__(self, one_pass: OnePass, record: Callable[..., None]) -> None:
+        self._one_pass, self._record = one_pass, record
+        self._said = ""
+
+    def report(self, committed: CommittedStep) -> None:
+        """Record the note if it is new."""
+        note = self._one_pass.note
+        if note != self._said:
+            self._said = note
+            self._record("one_pass", step=committed.step.number, message=note)
+
+
+def _add_lists(left: GradientList, right: GradientList) -> GradientList:
+    return [*map(add_present, left, right)]
+
+
+def _describe(data: Any) -> Any:
+    """Return the shapes of the tensors in a micro-batch; None if not every part is one."""
+    shapes: list[Any] = []
+
+    def describe(tensor: torch.Tensor) -> torch.Tensor:
+        is_plain = tensor.layout is torch.strided and tensor.dim() > 0
+        shapes.append((tensor.shape, tensor.dtype, tensor.stride()) if is_plain else None)
+        return tensor
+
+    if type(data) in (tuple, list) and all(type(part) is torch.Tensor for part in data):
+        for part in data:
+            describe(part)
+    else:
+        map_tensors(describe, data)
+    return tuple(shapes) if shapes and None not in shapes else None
+
+
+def _cut(leaf: Any, segments: int) -> Sequence[Any]:
+    """Return the outputs of each micro-batch, detached."""
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * segments
+    if leaf.dim() == 0 or leaf.shape[0] % segments or not leaf.is_contiguous():
+        raise CannotJoin("an output does not have one row per sample")
+    # Aligned as the outputs of separate passes.
+    is_aligned = leaf[0].numel() * leaf.element_size() * (leaf.shape[0] // segments) % 64 == 0
+    parts = leaf.detach().chunk(segments)
+    return [
+        (part if is_aligned else part.clone()).requires_grad_(leaf.requires_grad) for part in parts
+    ]
+
+
+def _join_gradients(cuts: Sequence[Any]) -> torch.Tensor | None:
+    """Return the gradients of an output; None if it has none."""
+    gradients = [cut.grad if isinstance(cut, torch.Tensor) else None for cut in cuts]
+    present = [gradient for gradient in gradients if gradient is not None]
+    if present and len(present) < len(cuts):
+        raise CannotJoin("the losses of some micro-batches do not depend on an output")
+    return torch.cat(present) if present else None
+
+
+def _run_backward(roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if len(roots) == 1:
+        run_backward(*roots[0], retain_graph=False)
+    else:
+        torch.autograd.backward([one for one, _ in roots], [gradient for _, gradient in roots])

@@ -1,0 +1,327 @@
+"""Which operators of a pass over several micro-batches add up their samples.
+
+    one micro-batch            x (8, 64)       x @ w (8, 10)       grad.t() @ x (10, 64)
+    four of them together      x (32, 64)      x @ w (32, 10)      grad.t() @ x (10, 64)
+                               rows            rows                shared: adds up rows
+
+The operators of both passes are recorded, and the shapes of their tensors compared. What grows with
+the number of micro-batches has rows. An operator that gets rows and returns none couples samples:
+in the forward pass the micro-batches cannot be computed together; in the backward pass it forms the
+gradient of a parameter, and is called for the rows of each micro-batch.
+
+An operator that treats rows separately may still round the last elements of a tensor in another
+way, where vector registers are not full. `POSITION_FREE` has those that do not; the tensors of
+others must fill all registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["CannotJoin", "PassPlan", "RecordedCall", "count_bytes", "plan_passes"]
+
+VECTORS = 64
+"""Bytes of two vector registers, which elementwise kernels compute at once."""
+
+VIEWS = frozenset(
+    # The last two are of gradients: copies among zeros.
+    """
+    alias as_strided chunk clone contiguous detach diagonal expand expand_as flatten movedim narrow
+    permute reshape select slice split split_with_sizes squeeze swapaxes t transpose unbind
+    unflatten unfold unsqueeze view view_as _reshape_alias _unsafe_view
+    select_backward slice_backward
+    """.split()  # noqa: SIM905
+)
+"""Operators that copy elements, so that those of a sum are the sum of those of its terms."""
+
+FACTORIES = frozenset(
+    """
+    empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like
+    zeros_like
+    """.split()  # noqa: SIM905
+)
+"""Operators whose results do not depend on the elements of a tensor."""
+
+COPIES = """
+    cat concat constant_pad_nd copy flip gather index index_select pad repeat repeat_interleave
+    roll stack to type_as _to_copy embedding embedding_backward embedding_dense_backward
+"""
+"""Operators that copy elements or add them."""
+
+ROUNDED_ONCE = """
+    abs add amax amin argmax argmin clamp clamp_max clamp_min cumsum div eq ge gt hardtanh le
+    leaky_relu leaky_relu_backward logical_and logical_not logical_or lt masked_fill max maximum
+    mean min minimum mul ne neg relu rsub sqrt square sub sum threshold threshold_backward where
+"""
+"""Arithmetic that IEEE 754 defines."""
+
+IN_ORDER = """
+    _convolution addmm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+    conv_transpose3d convolution convolution_backward einsum linear matmul mm
+"""
+"""Sums of products."""
+
+BY_ROW = """
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_avg_pool2d avg_pool2d
+    avg_pool2d_backward max_pool2d max_pool2d_with_indices max_pool2d_with_indices_backward
+    _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data log_softmax softmax
+    _fused_rms_norm _fused_rms_norm_backward group_norm layer_norm native_group_norm
+    native_group_norm_backward native_layer_norm native_layer_norm_backward rms_norm
+    _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention_for_cpu_backward scaled_dot_product_attention
+"""
+"""Operators that compute one row, or one plane of an image, after the other."""
+
+DRAWS = "dropout"
+"""What draws random numbers is found by the state of the generators."""
+
+POSITION_FREE = VIEWS.union(
+    FACTORIES, *(names.split() for names in (COPIES, ROUNDED_ONCE, IN_ORDER, BY_ROW, DRAWS))
+)
+"""Operators whose result for an element does not depend on its position in the tensor."""
+
+
+class CannotJoin(Exception):
+    """Why micro-batches cannot be computed together, in words."""
+
+
+Slices = tuple[list[tuple[int, int]], list[int], list[tuple[int, int]]]
+"""The tensors to cut, each with the dimension of its rows; that of every result, or -1 for one that
+is added; arguments that are sizes, with their values for one micro-batch."""
+
+
+class RecordedCall(NamedTuple):
+    """A call of an operator, as the native module records it.
+
+    Attributes:
+        name: The name of the operator, with its namespace.
+        overload: The name of its overload.
+        arguments: The arguments; tensors are described by their shapes.
+        results: The results, in the same way.
+    """
+
+    name: str
+    overload: str
+    arguments: list[Any]
+    results: list[Any]
+
+    @property
+    def kind(self) -> str:
+        """The name without its namespace and the mark of operators that write in place."""
+        return self.name.removeprefix("aten::").rstrip("_")
+
+
+class PassPlan(NamedTuple):
+    """What is called for the rows of each micro-batch, in the arguments of `SegmentedCalls`.
+
+    Attributes:
+        forward: The operators of the forward pass.
+        backward: Those of the backward pass.
+    """
+
+    forward: list[tuple[str, str, Any]]
+    backward: list[tuple[str, str, Any]]
+
+
+def plan_passes(
+    alone: Sequence[Sequence[RecordedCall]],
+    joined: Sequence[Sequence[RecordedCall]],
+    segments: int,
+    make_rule: Callable[..., Any],
+) -> PassPlan:
+    """Return what a pass over several micro-batches has to call.
+
+    Args:
+        alone: The forward and the backward pass of one micro-batch.
+        joined: Those of all micro-batches.
+        segments: The number of micro-batches.
+        make_rule: Makes a rule of the native module from `Slices`.
+
+    Raises:
+        CannotJoin: An operator couples samples, or its results depend on their position.
+    """
+    plans = []
+    for is_backward, (one, all_of_them) in enumerate(zip(alone, joined, strict=True)):
+        for first, second in zip(one, all_of_them, strict=False):
+            if first[:2] != second[:2]:
+                raise CannotJoin(f"other operators follow {first.name}")
+        if len(one) != len(all_of_them):
+            raise CannotJoin("other operators are called for several micro-batches")
+        rules = [
+            _Comparison(*pair, segments).find_slices(is_backward=bool(is_backward))
+            for pair in zip(one, all_of_them, strict=True)
+        ]
+        plans.append(
+            [
+                (call.name, call.overload, rule and make_rule(*rule))
+                for call, rule in zip(one, rules, strict=True)
+            ]
+        )
+    return PassPlan(*plans)
+
+
+def count_bytes(calls: Sequence[RecordedCall]) -> int:
+    """Return about how many bytes a forward pass keeps for its backward pass."""
+    return sum(
+        torch.Size(tensor.sizes).numel() * tensor.element_size
+        for call in calls
+        if call.kind not in VIEWS
+        for tensor in _list_tensors(call.results)
+    )
+
+
+class _Comparison:
+    """A call in the pass of one micro-batch, and in that of several.
+
+    Args:
+        one: The former.
+        several: The latter.
+        segments: The number of micro-batches.
+    """
+
+    def __init__(self, one: RecordedCall, several: RecordedCall, segments: int) -> None:
+        self._one, self._several, self._segments = one, several, segments
+        self._name, self._kind = one.name, one.kind
+        self._sizes: list[tuple[int, Any]] = []  # arguments that grow, with their smaller values
+
+    def find_slices(self, *, is_backward: bool) -> Slices | None:
+        """Return how the operator is called for each micro-batch; None if it is called once."""
+        self._compare_values()
+        given, returned = self._find_rows("arguments"), self._find_rows("results")
+        has_rows = any(dimension is not None for dimension in given)
+        if not has_rows:
+            if (
+                is_backward
+                and given
+                and self._returns_numbers
+                and self._kind not in VIEWS | FACTORIES
+            ):
+                raise CannotJoin(f"{self._name} changes the gradient of a parameter")
+            return None
+        if self._kind in FACTORIES:
+            return None
+        is_scalar = not all(_has_tensors(result) for result in self._one.results)
+        is_coupled = is_scalar or any(
+            dimension is None and tensor.element_size
+            for dimension, tensor in zip(returned, _list_tensors(self._one.results), strict=True)
+        )
+        if not is_coupled:
+            self._require_full_vectors(given)
+            return None
+        if is_scalar or not is_backward:
+            raise CannotJoin(f"{self._name} combines samples")
+        has_lists = any(isinstance(result, list) for result in self._one.results)
+        if has_lists or any(type(size) is not int for _, size in self._sizes):
+            raise CannotJoin(f"{self._name} combines samples in the backward pass")
+        slices = [(n, dimension) for n, dimension in enumerate(given) if dimension is not None]
+        results = [-1 if dimension is None else dimension for dimension in returned]
+        return slices, results, self._sizes
+
+    @property
+    def _returns_numbers(self) -> bool:
+        tensors = _list_tensors(self._one.results)
+        return any(tensor.is_floating_point for tensor in tensors)
+
+    def _find_rows(self, field: str) -> list[int | None]:
+        """Return the dimension of the rows in each tensor; None for one without rows."""
+        pairs = zip(
+            _list_tensors(getattr(self._one, field)),
+            _list_tensors(getattr(self._several, field)),
+            strict=True,
+        )
+        return [self._find_dimension(one.sizes, several.sizes) for one, several in pairs]
+
+    def _find_dimension(self, one: Sequence[int], several: Sequence[int]) -> int | None:
+        if one == several:
+            return None
+        grown = [
+            n for n, sizes in enumerate(zip(one, several, strict=False)) if sizes[0] != sizes[1]
+        ]
+        is_usual = len(one) == len(several) and len(grown) == 1
+        if not is_usual or several[grown[0]] != self._segments * one[grown[0]]:
+            raise CannotJoin(
+                f"a tensor of {self._name} does not have one part per sample: it has the shape "
+                f"{tuple(one)} for one micro-batch and {tuple(several)} for {self._segments}"
+            )
+        return grown[0]
+
+    def _compare_values(self) -> None:
+        """Compare what is no tensor among the arguments; a size may grow with the micro-batches."""
+        pairs = zip(self._one.arguments, self._several.arguments, strict=True)
+        for argument, (one, several) in enumerate(pairs):
+            for first, second in zip(_list_values([one]), _list_values([several]), strict=True):
+                if self._is_larger(first, second):
+                    self._sizes.append((argument, one))
+
+    def _is_larger(self, one: Any, several: Any) -> bool:
+        """Return whether a value is a size that grows with the micro-batches.
+
+        Raises:
+            CannotJoin: It is another value that is not the same for several micro-batches.
+        """
+        if isinstance(one, torch.Generator):
+            raise CannotJoin(f"{self._name} draws from a generator of its own")
+        is_nan = one != one and several != several
+        if one == several or is_nan:
+            return False
+        is_size = type(one) is int and type(several) is int
+        if not is_size or several != one * self._segments:
+            raise CannotJoin(
+                f"{self._name} gets {one} for one micro-batch and {several} for {self._segments}"
+            )
+        return True
+
+    def _require_full_vectors(self, given: Sequence[int | None]) -> None:
+        """Require that an operator computes every element of all micro-batches in full vectors."""
+        arguments, results = self._one.arguments, self._one.results
+        # A factor is multiplied and added in one step in vectors only.
+        is_scaled = self._kind in ("add", "sub", "rsub") and arguments[-1] != 1
+        if self._kind in POSITION_FREE and not is_scaled:
+            return
+        tensors = [*_list_tensors(arguments), *_list_tensors(results)]
+        for tensor in tensors:
+            size = torch.Size(tensor.sizes).numel() * tensor.element_size
+            if tensor.is_floating_point and (size % VECTORS or not tensor.is_dense) and size > 8:
+                raise CannotJoin(
+                    f"{self._name} may round the last elements of the shape {tuple(tensor.sizes)} "
+                    "differently"
+                )
+        shared = [
+            tensor
+            for tensor, dimension in zip(_list_tensors(arguments), given, strict=True)
+            if dimension is None and torch.Size(tensor.sizes).numel() > 1
+        ]
+        if shared:
+            raise CannotJoin(f"{self._name} may round elements differently, by their position")
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "element_size")
+
+
+def _has_tensors(value: Any) -> bool:
+    return _is_tensor(value) or (isinstance(value, list) and any(map(_is_tensor, value)))
+
+
+def _list_tensors(values: Sequence[Any]) -> list[Any]:
+    """Return the tensors among arguments in the order in which the native module counts them."""
+    tensors = []
+    for value in values:
+        if _is_tensor(value):
+            tensors.append(value)
+        elif _has_tensors(value):
+            tensors += value
+    return tensors
+
+
+def _list_values(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield what is no tensor among arguments, also in lists."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield len(value)
+            yield from _list_values(value)
+        elif not _is_tensor(value):
+            yield value
