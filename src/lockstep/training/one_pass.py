@@ -44,8 +44,8 @@ from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.pass_plan import (
     CannotJoin,
+    PassCall,
     PassPlan,
-    RecordedCall,
     count_bytes,
     plan_passes,
 )
@@ -357,12 +357,12 @@ class OnePass:
         rule = load_native().SegmentRule
         return JoinedPass(plan_passes(alone, together, len(group), rule), len(group))
 
-    def _record(self, trial: Trial, group: Sequence[Microbatch]) -> list[list[RecordedCall]]:
+    def _record(self, trial: Trial, group: Sequence[Microbatch]) -> list[list[PassCall]]:
         make = load_native().RecordedCalls
         forward, backward = make(), make()
         self._run(trial.step, trial.buffers, group, forward, backward)
         self._clear(trial.buffers)
-        return [[RecordedCall(*call) for call in one.calls] for one in (forward, backward)]
+        return [[PassCall(*call) for call in one.calls] for one in (forward, backward)]
 
 
 def make_one_pass(
@@ -383,7 +383,6 @@ def make_one_pass(
         and parallel.loss is not None  # the loss of a micro-batch is computed from its outputs
         and parallel.autocast_dtype is None
         and parallel.loss_scale is None
-        and not parallel.is_interleaved
         and not parallel.activation_checkpointing
         and not any(one for module in modules.values() for one in find_compiled(module))
     )

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["CannotJoin", "PassPlan", "RecordedCall", "count_bytes", "plan_passes"]
+__all__ = ["CannotJoin", "PassCall", "PassPlan", "count_bytes", "plan_passes"]
 
 VECTORS = 64
 """Bytes of two vector registers, which elementwise kernels compute at once."""
@@ -93,7 +93,7 @@ Slices = tuple[list[tuple[int, int]], list[int], list[tuple[int, int]]]
 is added; arguments that are sizes, with their values for one micro-batch."""
 
 
-class RecordedCall(NamedTuple):
+class PassCall(NamedTuple):
     """A call of an operator, as the native module records it.
 
     Attributes:
@@ -127,8 +127,8 @@ class PassPlan(NamedTuple):
 
 
 def plan_passes(
-    alone: Sequence[Sequence[RecordedCall]],
-    joined: Sequence[Sequence[RecordedCall]],
+    alone: Sequence[Sequence[PassCall]],
+    joined: Sequence[Sequence[PassCall]],
     segments: int,
     make_rule: Callable[..., Any],
 ) -> PassPlan:
@@ -163,7 +163,7 @@ def plan_passes(
     return PassPlan(*plans)
 
 
-def count_bytes(calls: Sequence[RecordedCall]) -> int:
+def count_bytes(calls: Sequence[PassCall]) -> int:
     """Return about how many bytes a forward pass keeps for its backward pass."""
     return sum(
         torch.Size(tensor.sizes).numel() * tensor.element_size
@@ -182,7 +182,7 @@ class _Comparison:
         segments: The number of micro-batches.
     """
 
-    def __init__(self, one: RecordedCall, several: RecordedCall, segments: int) -> None:
+    def __init__(self, one: PassCall, several: PassCall, segments: int) -> None:
         self._one, self._several, self._segments = one, several, segments
         self._name, self._kind = one.name, one.kind
         self._sizes: list[tuple[int, Any]] = []  # arguments that grow, with their smaller values
