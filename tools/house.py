@@ -27,19 +27,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "nodes in src": 436_000,
-    "nodes in tests": 525_000,
+    "nodes in src": 444_000,
+    "nodes in tests": 530_000,
     "code lines in csrc": 9_500,
     "nodes per code line": 9.17,
     "tuple-to-tuple assignments in 100": 8.3,
-    "imports per module": 4.9,
+    "imports per module": 5.0,
     "kernel: nodes": 20_000,
     "kernel: modules reached": 0,
-    "step: modules reached": 60,
+    "step: modules reached": 62,
     "step: nodes reached": 55_000,
     "ls.exact: modules reached": 95,
     "ls.exact: nodes reached": 90_000,
-    "trainer: modules reached": 258,
+    "trainer: modules reached": 262,
     "large classes without a reason": 0,
 }
 """The largest values. A limit that would cost users something is raised: the commit says why."""
