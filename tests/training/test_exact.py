@@ -767,8 +767,8 @@ def disagree(kind):
     ("kind", "said"),
     [
         ("microbatches", "microbatches"),
-        ("batch_size", "16 samples|batch_size=16"),
-        ("epoch", "rank 1 trains on batch 0 of epoch 1 while rank 0 trains on batch 0 of epoch 0"),
+        ("batch_size", "the training data is dataset of 16, batch_size=16"),
+        ("epoch", "rank 1: the epoch is 1, on rank 0 it is 0"),
         ("hook", "a communication hook: leave it out"),
     ],
 )
