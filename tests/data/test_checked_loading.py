@@ -153,8 +153,9 @@ def test_the_generators_are_those_from_before_the_loading() -> None:
 
 def test_samples_that_differ_between_ranks_are_named() -> None:
     def gather(message: bytes, about: str) -> list[bytes]:
+        if about == "beginning an epoch":
+            return [message] * 3
         samples = json.loads(message)
-        assert about == "comparing samples of"
         assert samples
         return [message, message, json.dumps([samples[0] + "0", *samples[1:]]).encode()]
 
@@ -173,8 +174,9 @@ def test_a_rank_that_fails_sends_its_message() -> None:
 
     messages = list[bytes]()
 
-    def gather(message: bytes, _: str) -> list[bytes]:
-        messages.append(message)
+    def gather(message: bytes, about: str) -> list[bytes]:
+        if about != "beginning an epoch":
+            messages.append(message)
         return [message]
 
     with pytest.raises(ValueError, match="damaged"):

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset, WeightedRandomSampler
 
 from lockstep.data.assignment import ReplicaShare, on_one_host
-from lockstep.data.microbatch_sampler import MicrobatchSampler, PlannedMicrobatch
+from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSampler, PlannedMicrobatch
 from lockstep.kernel.errors import DatasetError, LayoutError
 
 DATA = TensorDataset(torch.arange(23))
@@ -36,6 +36,9 @@ class Recorder:
 
     def plan(self, microbatch: PlannedMicrobatch) -> None:
         self.planned.append(microbatch)
+
+    def leave(self) -> None:
+        self.planned.clear()
 
 
 def make(ranks: int = 1, rank: int = 0, **options: Any) -> MicrobatchSampler:
@@ -110,3 +113,19 @@ def test_repeated_samples_are_loaded_with_other_random_numbers() -> None:
     sampler = MicrobatchSampler(Noisy(), 4, True, 0, False, share, sampler=[0, 1, 0, 1])
     (drawn,) = DataLoader(Noisy(), batch_sampler=sampler)
     assert len({*drawn.tolist()}) == 4
+
+
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_a_micro_batch_that_is_not_trained_leaves_the_generators_as_they_were(
+    ends_early: bool,
+) -> None:
+    """What a loop drew after `break` depended on the rank's micro-batch, and so did the next."""
+    sampler = make()
+    before = torch.get_rng_state()
+    # With a generator of its own, from which torch draws the seed of workers.
+    for _ in DataLoader(DATA, batch_sampler=sampler, generator=torch.Generator()):
+        torch.rand(3)
+        if ends_early:
+            break
+    assert LoadedHere.restore is None
+    assert torch.equal(torch.get_rng_state(), before)

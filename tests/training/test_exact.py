@@ -768,8 +768,8 @@ def disagree(kind):
     ("kind", "said"),
     [
         ("microbatches", "microbatches"),
-        ("batch_size", "16 samples|batch_size=16"),
-        ("epoch", "rank 1: epoch is 1, on rank 0 it is 0"),
+        ("batch_size", "the training data is dataset of 16, batch_size=16"),
+        ("epoch", "rank 1: the epoch is 1, on rank 0 it is 0"),
         ("hook", "a communication hook: leave it out"),
     ],
 )

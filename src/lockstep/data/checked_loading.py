@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import DataLoader, default_collate
 
-from lockstep.data.consistency import pack, require_same_samples
+from lockstep.data.consistency import pack, require_same_epoch, require_same_samples
 from lockstep.data.content_hash import hash_content
 from lockstep.data.microbatch_sampler import MicrobatchSampler, SeededIndices
 from lockstep.data.repeatability import check_samples, collate_and_check
@@ -125,7 +125,7 @@ def load_checked(loader: Iterable[Any], gather: GatherFn | None = None) -> Gener
 
     Raises:
         DatasetError: A sample or a micro-batch differs between two loads.
-        DisagreementError: A sample differs between ranks.
+        DisagreementError: The epoch or a sample differs between ranks.
     """
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, MicrobatchSampler):
@@ -136,6 +136,13 @@ def load_checked(loader: Iterable[Any], gather: GatherFn | None = None) -> Gener
     sampler.has_random_collate = collate is not default_collate and not (
         isinstance(collate, CheckedCollate) and collate.is_default
     )
+    if gather is not None:  # otherwise a sample of another epoch would seem to be another sample
+        settings = {
+            "the epoch": sampler.epoch,
+            "the first batch": sampler.start,
+            "the training data": sampler.settings,
+        }
+        require_same_epoch(gather(pack(settings), "beginning an epoch"))
     yield from load_seeded(checked, gather)
 
 

@@ -79,6 +79,9 @@ class MicrobatchConsumer(Protocol):
     def plan(self, microbatch: PlannedMicrobatch) -> None:
         """Expect a micro-batch after those that were planned before."""
 
+    def leave(self) -> None:
+        """Undo what was begun, as the loop was left before the end of the epoch."""
+
 
 class MicrobatchSource(Protocol):
     """What yields micro-batches, and tells consumers before it loads them.
@@ -269,6 +272,7 @@ class MicrobatchSampler(Sampler[list[int]]):
         self.epoch = self.start = 0
         self.has_random_collate = True
         self._finished, self._has_warned = -1, False
+        self._iterations = 0
         self._repeats = shuffle or self._is_random  # random numbers, if an epoch is repeated
         self.settings = (
             f"dataset of {samples}, batch_size={batch_size}, shuffle={shuffle}, seed={seed}, "
@@ -311,6 +315,19 @@ class MicrobatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of each micro-batch of this rank."""
+        self._iterations += 1
+        number = self._iterations
+        try:
+            yield from self._iterate()
+        except GeneratorExit:  # after `break`, or an exception in the body of the loop
+            if number == self._iterations:  # and not a forgotten one, which is freed only now
+                LoadedHere.end()
+                for consumer in self._consumers:
+                    consumer.leave()
+            raise
+        LoadedHere.end()  # if the last micro-batch was not trained
+
+    def _iterate(self) -> Iterator[list[int]]:
         epoch, start, self.start = self.epoch, self.start, 0
         if epoch == self._finished and not (start or self._has_warned):
             self._warn()

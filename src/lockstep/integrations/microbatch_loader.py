@@ -196,6 +196,9 @@ class MicrobatchLoader:
         """Expect a micro-batch; the sampler calls this."""
         self._planned.append(microbatch)
 
+    def leave(self) -> None:
+        """Do nothing: the next iteration begins with what it plans."""
+
     @property
     def sampler(self) -> MicrobatchLoader:
         """Where Lightning looks for `set_epoch`."""

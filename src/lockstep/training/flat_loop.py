@@ -16,15 +16,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.assignment import ReplicaShare
-from lockstep.data.checked_loading import GatherFn, load_checked
-from lockstep.data.consistency import pack, require_same_epoch
+from lockstep.data.checked_loading import load_checked
 from lockstep.data.microbatch import align_tensors
 from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSource, PlannedMicrobatch
 from lockstep.kernel.batch import Batch, BatchIdentity, Microbatch
@@ -115,7 +114,6 @@ class FlatLoop:
         gather = None
         if self._parallel.replicas > 1:
             gather = partial(all_gather_bytes, group=self._parallel.group)
-            self._compare(gather)
         with closing(load_checked(loader, gather)) as items:
             for item in items:
                 self.begin()
@@ -125,15 +123,6 @@ class FlatLoop:
                     self.leave()
                     raise
         self._steps.settle()
-
-    def _compare(self, gather: GatherFn) -> None:
-        """Raise DisagreementError if ranks begin to iterate over different data."""
-        settings: dict[str, Any] = {}
-        if self._sampler is not None:
-            settings["epoch"] = self._sampler.epoch
-            settings["first batch"] = self._sampler.start
-            settings["data"] = self._sampler.settings
-        require_same_epoch(gather(pack({"loop": "exact.microbatches", **settings}), "beginning"))
 
     def leave(self) -> None:
         """Undo a step that was left before its last micro-batch."""

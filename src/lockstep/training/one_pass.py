@@ -45,8 +45,8 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.grouped_passes import PassResults
 from lockstep.training.pass_plan import (
     CannotJoin,
-    PassPlan,
     NotedCall,
+    PassPlan,
     count_bytes,
     plan_passes,
 )

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["CannotJoin", "PassPlan", "NotedCall", "count_bytes", "plan_passes"]
+__all__ = ["CannotJoin", "NotedCall", "PassPlan", "count_bytes", "plan_passes"]
 
 VECTORS = 64
 """Bytes of two vector registers, which elementwise kernels compute at once."""
