@@ -300,8 +300,6 @@ static const Names kElementwise = {
     "asinh",
     "atan2",
     "atanh",
-    "binary_cross_entropy",
-    "binary_cross_entropy_backward",
     "cosh",
     "digamma",
     "elu",
@@ -314,8 +312,6 @@ static const Names kElementwise = {
     "hardsigmoid_backward",
     "hardswish",
     "hardswish_backward",
-    "huber_loss",
-    "huber_loss_backward",
     "hypot",
     "lerp",
     "lgamma",
@@ -336,8 +332,6 @@ static const Names kElementwise = {
     "silu_backward",
     "sinc",
     "sinh",
-    "smooth_l1_loss",
-    "smooth_l1_loss_backward",
     "softplus",
     "softplus_backward",
     "special_erfcx",
@@ -364,7 +358,14 @@ static const Names kReductions = {
 
 static const Names kNormalizations = {"native_batch_norm", "native_batch_norm_backward"};
 
+// Losses divide by the number of elements, which is not that of a piece.
 static const Names kOthers = {
+    "binary_cross_entropy",
+    "binary_cross_entropy_backward",
+    "huber_loss",
+    "huber_loss_backward",
+    "smooth_l1_loss",
+    "smooth_l1_loss_backward",
     "_ctc_loss",
     "_ctc_loss_backward",
     "dot",
