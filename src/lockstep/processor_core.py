@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import torch
-
 __all__ = [
     "CGROUP",
     "count_usable_cores",
@@ -82,6 +80,8 @@ def _on_some(choose: Callable[[set[int]], set[int]]) -> Iterator[None]:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Use one intra-op thread in the body, as torch's loader workers do."""
+    import torch  # here: `lockstep doctor` counts cores where torch cannot be imported
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

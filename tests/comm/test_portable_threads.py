@@ -252,3 +252,34 @@ def test_kernels_of_torch_are_restored():
     assert find_differing(lambda: [torch.sigmoid(x), F.softplus(x), x.sum(), F.softmax(x, 0)])
     use_portable_products()
     assert not find_differing(lambda: [torch.sigmoid(x), F.softplus(x), x.sum(), F.softmax(x, 0)])
+
+
+LOSSES = {
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "bce": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    "bce_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "soft_margin": lambda x, y: F.soft_margin_loss(x, y.sign()),
+    "poisson": lambda x, y: F.poisson_nll_loss(x, y.abs()),
+    "kl_div": lambda x, y: F.kl_div(x, y.abs()),
+    "gaussian": lambda x, y: F.gaussian_nll_loss(x, y, torch.ones_like(x)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_divides_by_all_elements(name):
+    """A gradient in pieces divided by the elements of its piece would be too large."""
+    inputs, targets = make(100_003), make(100_003, seed=1)
+
+    def compute(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        given = inputs.to(dtype).requires_grad_()
+        loss = LOSSES[name](given, targets.to(dtype))
+        return loss.detach(), torch.autograd.grad(loss, given)[0]
+
+    assert find_differing(compute) == []
+    torch.set_num_threads(3)
+    for found, right in zip(compute(), compute(torch.float64), strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-9)

@@ -439,6 +439,19 @@ def no_backward(loop):
     loop.exact.begin()
 
 
+def continues_at_the_end(loop):
+    data = rows(16)
+    sampler = loop.exact.sampler(data, 8)
+    for number, (inputs, _) in enumerate(
+        loop.exact.microbatches(DataLoader(data, batch_sampler=sampler))
+    ):
+        if number == 7:
+            continue
+        loop.exact.weigh(loop.model(inputs).mean()).backward()
+        if loop.exact.is_complete:
+            loop.optimizer.zero_grad()
+
+
 def second_backward(loop):
     loop.exact.begin()
     loss = loop.forward()
@@ -622,6 +635,7 @@ def plain_loop(loop):
 
 MISTAKES = {
     no_backward: "micro-batch 0 had no backward",
+    continues_at_the_end: "step 1, micro-batch 3 had no backward",
     second_backward: "a second backward began",
     early_optimizer: r"rank 0, step 0.*: optimizer.step\(\) was called before the last micro-batch",
     early_write: "parameter 0.weight was written during forward or backward",

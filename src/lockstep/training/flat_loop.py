@@ -122,7 +122,16 @@ class FlatLoop:
                 except GeneratorExit:  # after `break`, or an exception in the body of the loop
                     self.leave()
                     raise
+        self._require_backward()
         self._steps.settle()
+
+    def _require_backward(self) -> None:
+        """Raise UsageError if the last micro-batch has had none, as after `continue`."""
+        if self._current is not None:
+            raise UsageError(
+                f"{self._steps.place} had no backward that reached a parameter: call "
+                "loss.backward() once per micro-batch"
+            )
 
     def leave(self) -> None:
         """Undo a step that was left before its last micro-batch."""
@@ -152,11 +161,7 @@ class FlatLoop:
         Raises:
             UsageError: The last micro-batch had no backward, or the sampler has yielded no other.
         """
-        if self._current is not None:
-            raise UsageError(
-                f"{self._steps.place} had no backward that reached a parameter: call "
-                "loss.backward() once per micro-batch"
-            )
+        self._require_backward()
         LoadedHere.end()
         planned = self._next()
         loop = self._loop
