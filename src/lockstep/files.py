@@ -45,7 +45,8 @@ __all__ = [
     "write_output",
 ]
 
-FILE_MODE, FOLDER_MODE = 0o600, 0o700
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
 LOCK_POLL = 0.02  # seconds between two attempts to lock a file
 
 

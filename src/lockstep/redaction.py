@@ -143,7 +143,8 @@ def _redact_text(text: str, held: list[str]) -> str:
 
 def _redact_named(text: str) -> str:
     """Redact "name=value", "name: value" and "--name value" within a text."""
-    parts, at = [], 0
+    parts = []
+    at = 0
     for match in NAMED.finditer(text):
         name, sign = match.groups()
         if match.start() < at or not (_is_strong(name) or _is_hint(name)):

@@ -105,9 +105,14 @@ class Audit(StepHook):
         stop: Callable[[str], None],
         leave: Callable[[int, str], None] | None = None,
     ) -> None:
-        self._config, self._parallel = config, parallel
-        self._position, self._compute_again = position, repeat
-        self._modules, self._record, self._stop, self._leave = modules, record, stop, leave
+        self._config = config
+        self._parallel = parallel
+        self._position = position
+        self._compute_again = repeat
+        self._modules = modules
+        self._record = record
+        self._stop = stop
+        self._leave = leave
         self.first, self.every = config.limits
         self._corrections: Counter[int] = Counter()  # by rank
         self._host = platform.node()
@@ -197,7 +202,8 @@ class Audit(StepHook):
 
     def _list_repetitions(self) -> list[tuple[AuditPlan, bool]]:
         """Return what this rank repeats in this attempt, and whether on another core."""
-        plan, roles = self._plan, [("repeater", False), ("witness", False)]
+        plan = self._plan
+        roles = [("repeater", False), ("witness", False)]
         is_alone = plan.owner == plan.repeater
         if is_alone or plan.witness == plan.repeater:
             roles.pop()
@@ -259,7 +265,8 @@ class Audit(StepHook):
     ) -> None:
         if not self.is_noted(microbatch):
             return
-        bits, rank = combine_hashes(hashes), self._parallel.rank
+        bits = combine_hashes(hashes)
+        rank = self._parallel.rank
         self._own.append((microbatch, Computation(rank, self._host, core, bits, is_repeated)))
         if self._mode != "trace":
             self._hashes.setdefault(microbatch, []).append(hashes)
@@ -321,7 +328,8 @@ class Audit(StepHook):
         )
 
     def _repeat_as(self, mode: Mode, step: StepContext) -> None:
-        self._mode, self._is_repeating = mode, True
+        self._mode = mode
+        self._is_repeating = True
         raise RepeatStep(f"{step.where}: the step is computed again, to {mode}")
 
     def _find_damage(self, step: StepContext, culprit: Computation) -> tuple[str | None, str]:
@@ -347,14 +355,17 @@ class Audit(StepHook):
             StateError: It is something that the computation depends on.
             WorkError: It is a fault that came again, so other results are wrong, too.
         """
-        plan, verdict, parallel = self._plan, self._verdict, self._parallel
+        plan = self._plan
+        verdict = self._verdict
+        parallel = self._parallel
         assert verdict is not None
         assert self._trace is not None
         about = f"comparing operators {step.label.about}"
         is_needed = parallel.replica in (plan.owner, plan.repeater)
         mine = self._trace.encode(plan.microbatch) if is_needed else b""
         messages = parallel.messages.gather(mine, about)
-        owner, repeater = messages[plan.owner], messages[plan.repeater]
+        owner = messages[plan.owner]
+        repeater = messages[plan.repeater]
         difference = find_difference(owner, repeater)
         blame = find_blame(verdict.votes, difference.evidence)
         place = f"step {step.number}, micro-batch {plan.microbatch}"
@@ -372,7 +383,8 @@ class Audit(StepHook):
                 f"{reason}, and no third one could decide which: continue from the last "
                 "checkpoint without these cores, or with a third rank"
             )
-        module, operator = difference.module, difference.operator
+        module = difference.module
+        operator = difference.operator
         finding = self._describe_fault(step, culprit, module, operator, reason, is_corrected=False)
         self._record(finding)
         if self._leave is not None:
@@ -447,7 +459,9 @@ class _MicrobatchWatch(StepObserver):
     """The audit's part during the micro-batches of a step."""
 
     def __init__(self, audit: Audit, step: StepContext, given: Any) -> None:
-        self._audit, self._step, self._given = audit, step, given
+        self._audit = audit
+        self._step = step
+        self._given = given
         self._losses: list[torch.Tensor] = []
 
     def select(self, batch: Batch) -> Batch:

@@ -40,7 +40,8 @@ class AuditPlan:
 
     def rotate(self, spans: Sequence[range]) -> list[AuditPlan]:
         """Return the plans of the micro-batches that all replicas compute at the same time."""
-        position, plans = spans[self.owner].index(self.microbatch), []
+        position = spans[self.owner].index(self.microbatch)
+        plans = []
         for shift in range(len(spans)):
             owner, repeater, witness = (
                 (replica + shift) % len(spans)
@@ -63,8 +64,10 @@ def plan_audit(turn: int, spans: Sequence[range], *, alone: bool = False) -> Aud
         alone: Whether the owner must repeat the micro-batch itself.
     """
     owners = [replica for replica, span in enumerate(spans) if span]
-    owner, lap = owners[turn % len(owners)], turn // len(owners)
-    span, others = spans[owner], len(spans) - 1
+    owner = owners[turn % len(owners)]
+    lap = turn // len(owners)
+    span = spans[owner]
+    others = len(spans) - 1
     repeater = witness = owner
     if others and not alone:
         repeater = (owner + 1 + lap % others) % len(spans)

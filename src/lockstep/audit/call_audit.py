@@ -103,21 +103,30 @@ class CallAudit:
         who: str,
         sharded: ShardedModel | None = None,
     ) -> None:
-        self._config, self._rank, self._who = config, rank, who
+        self._config = config
+        self._rank = rank
+        self._who = who
         self._sharded = sharded
         self.say: Callable[[str, Mapping[str, Any] | None], None] = self._log
         self.is_repeatable = False
-        self._call, self._modules, self._scopes = call, modules, scopes
+        self._call = call
+        self._modules = modules
+        self._scopes = scopes
         self._position = position
-        self._corrections, self._has_warned = 0, False
-        self._step, self._chosen = 0, -1
+        self._corrections = 0
+        self._has_warned = False
+        self._step = 0
+        self._chosen = -1
         self._recorded: RecordedCall | None = None
         self._own: Computation | None = None
         self._hashes: dict[str, int] = {}  # of the last computation
 
     def begin_step(self, number: int, microbatches: Sequence[int]) -> None:
         """Choose one of this rank's micro-batches, if the step is audited."""
-        self._step, self._chosen, self._recorded, self._own = number, -1, None, None
+        self._step = number
+        self._chosen = -1
+        self._recorded = None
+        self._own = None
         if self._config is not None and self.is_due and microbatches:
             turn = self._config.count_audited(number)
             span = range(len(microbatches))
@@ -173,7 +182,8 @@ class CallAudit:
         try:
             yield self._recorded
         except CannotRepeatError as error:
-            self._chosen, self._recorded = -1, None
+            self._chosen = -1
+            self._recorded = None
             if not self._has_warned:
                 says = f"{self._who} cannot audit step {self._step}, nor others like it: {error}"
                 self.say(says, None)
@@ -232,7 +242,8 @@ class CallAudit:
                 self._repeat(nullcontext(), is_reversed=True)
 
     def _describe(self, hashes: dict[str, int], *, is_repeated: bool) -> Computation:
-        bits, self._hashes = combine_hashes(hashes), hashes
+        bits = combine_hashes(hashes)
+        self._hashes = hashes
         return Computation(self._rank, platform.node(), find_core(), bits, is_repeated)
 
     def _explain(self, votes: _Votes, damaged: str | None) -> LockstepError | None:
@@ -262,7 +273,8 @@ class CallAudit:
         """Repeat the call on both cores, then after other calls, which shows hidden state."""
         assert self._recorded is not None
         watch = self._recorded.watch
-        here, there = partial(on_core, first.core), partial(on_core, again.core)
+        here = partial(on_core, first.core)
+        there = partial(on_core, again.core)
         repeated = self._repeat(here())
         computations = [first, again, repeated, self._repeat(there())]
         changed = join_names(watch.list_changes())

@@ -48,8 +48,11 @@ class CallAuditHook(StepHook):
         record: Callable[[Mapping[str, Any]], None],
         who: str = "trainer.manual_step()",
     ) -> None:
-        self._config, self._parallel = config, parallel
-        self._position, self._find_calls, self._record = position, find_calls, record
+        self._config = config
+        self._parallel = parallel
+        self._position = position
+        self._find_calls = find_calls
+        self._record = record
         self._who = who
         self.first, self.every = config.limits
         self._audits: dict[tuple[str, ...], CallAudit] = {}
@@ -85,13 +88,16 @@ class CallAuditHook(StepHook):
             else:
                 self._found.append(finding)
 
-        name, rank = tuple(calls.modules), self._parallel.rank
+        name = tuple(calls.modules)
+        rank = self._parallel.rank
         who = f"stage {calls.stage}" if self._parallel.stages > 1 else self._who
         if name not in self._audits:
-            call, position = (calls.call, calls.modules, calls.scopes), self._position
+            call = (calls.call, calls.modules, calls.scopes)
+            position = self._position
             self._audits[name] = CallAudit(self._config, rank, *call, position, who, calls.sharded)
         audit = self._audits[name]
-        audit.say, audit.is_repeatable = say, step.is_repeatable
+        audit.say = say
+        audit.is_repeatable = step.is_repeatable
         return audit
 
     def status(self, step: StepContext) -> list[Mapping[str, Any]]:
@@ -140,12 +146,16 @@ class _MicrobatchEnds(StepObserver):
         parts: Sequence[tuple[WatchedCalls, CallAudit]],
         position: Position,
     ) -> None:
-        self._step, self._parts, self._position = step, parts, position
-        self._has_begun, self._losses = False, 0
+        self._step = step
+        self._parts = parts
+        self._position = position
+        self._has_begun = False
+        self._losses = 0
 
     def begin_microbatch(self) -> None:
         """Choose the micro-batches, now that those that are computed are known."""
-        batch, self._losses = self._step.batch, 0
+        batch = self._step.batch
+        self._losses = 0
         assert batch is not None
         own = [part.index for part in batch.microbatches if part.index in self._step.shares]
         for calls, audit in self._parts:

@@ -140,7 +140,8 @@ class _Side:
 
 def _explain(i: int, j: int, a: _Side, b: _Side) -> OperatorDifference:
     """Return why a call that both sides have has another result."""
-    left, right = a.calls[i], b.calls[j]
+    left = a.calls[i]
+    right = b.calls[j]
     position = _first_unequal(left.outputs, right.outputs)
     changed = _first_unequal(left.inputs, right.inputs)
     if changed is None and left.generator[0] != right.generator[0]:
@@ -179,7 +180,8 @@ def _find_origin(
     for constant in sorted(behind_a & a.constants):
         return OperatorDifference("output", constant, a.partners[constant], 0)
     for index in sorted(behind_a):
-        left, right = a.calls[index], b.calls[a.partners[index]]
+        left = a.calls[index]
+        right = b.calls[a.partners[index]]
         if left.arguments != right.arguments:
             return OperatorDifference("arguments", index, a.partners[index])
     for index in sorted(behind_a):

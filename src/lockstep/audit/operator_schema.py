@@ -133,7 +133,8 @@ def describe_operator(operator: Any) -> OperatorSchema:
     if not isinstance(operator, torch._ops.OpOverload):
         name = getattr(operator, "compile_region_name", None) or operator.name()
         return OperatorSchema(name, is_opaque=True, is_random=True)
-    schema, namespace = operator._schema, operator.namespace
+    schema = operator._schema
+    namespace = operator.namespace
     plain = schema.name.rpartition("::")[2]
     overload = f".{schema.overload_name}" if schema.overload_name else ""
     writable = [

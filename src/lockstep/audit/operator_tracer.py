@@ -84,7 +84,8 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         self.kept: KeptTensors | None = None
         """The tensors of the call `keep`; None before that call."""
         self._keep = keep
-        self._sites, self._memory = CallSites(modules), _Memory()
+        self._sites = CallSites(modules)
+        self._memory = _Memory()
         self._phase: Phase | None = None
         self._position: Position | None = None
 
@@ -122,7 +123,8 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
             position: A function that returns the micro-batch. None: that of the enclosing
                 `tracing`.
         """
-        before, is_filled = (self._phase, self._position), _deterministic.fill_uninitialized_memory
+        before = (self._phase, self._position)
+        is_filled = _deterministic.fill_uninitialized_memory
         self._phase, self._position = phase, position or self._position
         _deterministic.fill_uninitialized_memory = True
         try:
@@ -139,7 +141,8 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         if index == self._keep:
             self.kept = KeptTensors(outputs=_copy(tensors))
         self._memory.note_writes(tensors, index)
-        outputs, types = tuple(map(_checksum, tensors)), tuple(map(_describe, tensors))
+        outputs = tuple(map(_checksum, tensors))
+        types = tuple(map(_describe, tensors))
         call = OperatorCall("data", "data", microbatch, "", (), outputs, output_types=types)
         self.calls.append(call)
 
@@ -156,7 +159,8 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         is_internal = schema.is_ignored or is_exchange_of_shards(sys._getframe(1))
         if is_internal or any(issubclass(each, FakeTensor) for each in types):
             return func(*args, **kwargs)
-        index, memory = len(self.calls), self._memory
+        index = len(self.calls)
+        memory = self._memory
         is_kept = index == self._keep
         is_computing = not (schema.is_view or schema.is_asynchronous)
         phase = self._phase or "forward"
@@ -167,7 +171,8 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         read, written, overwritten = schema.tensors(values)
         inputs = tuple(_checksum(each) if is_computing else UNKNOWN for each in read)
         input_types = tuple(self._describe(each, site) for each in read)
-        producers, earlier = memory.producers(read), memory.earlier_writers(overwritten)
+        producers = memory.producers(read)
+        earlier = memory.earlier_writers(overwritten)
         kept = _copy(read) if is_kept else []
         generator = _find_generator(values) if schema.is_random else None
         before = _checksum_state(generator)

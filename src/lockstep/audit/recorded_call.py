@@ -81,7 +81,9 @@ class RecordedCall:
         arguments: Arguments,
         sharded: ShardedModel | None = None,
     ) -> None:
-        self._call, self._modules, self._scopes = call, modules, scopes
+        self._call = call
+        self._modules = modules
+        self._scopes = scopes
         self._sharded = sharded
         self._hashing = ExitStack()
         if sharded is not None:
@@ -109,7 +111,8 @@ class RecordedCall:
         self._before = _copy_calls(scopes)
         self.watch = StateWatch(modules)
         self.watch.begin()
-        self._reason, self._pass = "", -1
+        self._reason = ""
+        self._pass = -1
         self._roots = set[int]()
         self._buffers_at_end: list[int] | None = None  # of backward
         self._received: dict[int, tuple[torch.Tensor, int]] = {}  # by the number of the output
@@ -141,7 +144,8 @@ class RecordedCall:
         """Keep the gradient that arrives at an output; the last backward pass counts."""
         current = torch._C._current_graph_task_id()
         if current != self._pass:
-            starts, reason = list[Any](), ""
+            starts = list[Any]()
+            reason = ""
             try:
                 starts = _find_starts()
                 if not any(isinstance(start, torch.Tensor) for start in starts):
@@ -149,7 +153,8 @@ class RecordedCall:
                 self._begin_backward(starts)
             except CannotRepeatError as error:
                 reason = str(error)
-            self._pass, self._reason = current, reason
+            self._pass = current
+            self._reason = reason
             self._gradients.clear()
         self._gradients[index] = gradient
 
@@ -221,7 +226,8 @@ class RecordedCall:
             CannotRepeatError: The loop has changed what the call depends on, or it fails.
         """
         self.require_unchanged()
-        calls, gradients = self._scopes.pause(), [one.grad for one in self._named.values()]
+        calls = self._scopes.pause()
+        gradients = [one.grad for one in self._named.values()]
         for parameter in self._named.values():
             parameter.grad = None
         hashing = nullcontext() if self._sharded is None else self._sharded.hashing()
@@ -357,14 +363,17 @@ def _find_roots(
     Raises:
         CannotRepeatError: It enters the graph elsewhere, or between two outputs.
     """
-    inside, internal, stack = set[Any](), set[Edge](), [node for node, _ in edges]
+    inside = set[Any]()
+    internal = set[Edge]()
+    stack = [node for node, _ in edges]
     while stack:
         if (node := stack.pop()) not in inside:
             inside.add(node)
             following = [edge for edge in node.next_functions if edge[0] is not None]
             internal.update(following)
             stack += [target for target, _ in following]
-    roots, outside = set[int](), set[Any]()
+    roots = set[int]()
+    outside = set[Any]()
     entries = [*starts]
     while entries:
         edge = entries.pop()

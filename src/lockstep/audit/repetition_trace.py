@@ -83,7 +83,8 @@ class RepetitionTrace:
         position: Callable[[], tuple[int, int] | None],
         watch: StateWatch | None = None,
     ) -> None:
-        self._modules, self._position = modules, position
+        self._modules = modules
+        self._position = position
         self._tracers: list[OperatorTracer] = []
         self._watch = watch or StateWatch(modules)
         self._changed: list[str] = []

@@ -94,8 +94,11 @@ class ReplicaCheck(StepHook):
         record: Callable[[Mapping[str, Any]], None],
         shared: Sequence[nn.Parameter] = (),
     ) -> None:
-        self._config, self._parallel, self._modules = config, parallel, modules
-        self._optimizer_state, self._record = optimizer_state, record
+        self._config = config
+        self._parallel = parallel
+        self._modules = modules
+        self._optimizer_state = optimizer_state
+        self._record = record
         self._shared = {*map(id, shared)}
         self.first, self.every = config.limits
         self._finding: dict[str, Any] | None = None
@@ -107,7 +110,8 @@ class ReplicaCheck(StepHook):
         """
         if step.is_stopped or not self._config.is_audited(step.number):
             return {}
-        values, self._shards = self._find_values(), dict[str, int]()
+        values = self._find_values()
+        self._shards = dict[str, int]()
         self._hashes = {name: _hash(one) for name, one in values.items() if not is_sharded(one)}
         found: dict[str, str | None] = {str(self._parallel.position): combine_hashes(self._hashes)}
         if len(self._parallel.hosts) > 1:
@@ -145,7 +149,9 @@ class ReplicaCheck(StepHook):
         if odd is None or not step.is_repeatable or not self._restore(step, odd, ranks):
             require_same_weights(self._hashes, step.label.about, parallel.group)
             return
-        rank, host, name = ranks[odd.rank], messages[ranks[odd.rank]][1], odd.names[0]
+        rank = ranks[odd.rank]
+        host = messages[ranks[odd.rank]][1]
+        name = odd.names[0]
         more = f" and {len(odd.names) - 1} more" if len(odd.names) > 1 else ""
         message = (
             f"step {step.number}: rank {rank} (host {host}) held other bits than all other ranks "

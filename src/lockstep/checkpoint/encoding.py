@@ -253,7 +253,8 @@ def _decode_tensor(content: Any, tensors: Mapping[str, torch.Tensor]) -> torch.T
     if reference.get("complex"):
         saved = torch.view_as_complex(saved)
     if "strides" in reference:
-        strides, size = reference["strides"], 1
+        strides = reference["strides"]
+        size = 1
         for step, length in sorted(zip(strides, saved.shape, strict=True)):
             if length > 1 and step != size and saved.numel():
                 raise ValueError(f"the tensor {name} has strides that leave gaps or overlap")

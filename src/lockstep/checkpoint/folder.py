@@ -56,7 +56,8 @@ __all__ = [
 MANIFEST = "manifest.json"
 FORMAT = 1
 KINDS = ("model", "optimizer", "ema")  # kinds of tensors with separate files
-REST, SUFFIX = "state", ".json"
+REST = "state"
+SUFFIX = ".json"
 
 SUPERSEDED = "superseded"
 
@@ -236,7 +237,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, path: Path, names: list[str], rows: Rows, *, has_values: bool) -> None:
-        self._has_values, self._rows = has_values, rows
+        self._has_values = has_values
+        self._rows = rows
         self._stack = ExitStack()
         self._files: dict[str, tuple[Any, str]] = {}
         self.used: set[str] = set()
@@ -307,7 +309,8 @@ def set_aside_newer(folder: Path, used: Path, step: int) -> list[Path]:
         later = [path for path in checkpoints if count_steps(path) >= step]
     renamed = []
     for path in later:
-        aside, number = path.with_name(f"{path.name}.{SUPERSEDED}"), 1
+        aside = path.with_name(f"{path.name}.{SUPERSEDED}")
+        number = 1
         while os.path.lexists(aside):
             number += 1
             aside = path.with_name(f"{path.name}.{SUPERSEDED}-{number}")

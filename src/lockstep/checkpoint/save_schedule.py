@@ -11,7 +11,9 @@ from lockstep.kernel.errors import UsageError
 
 __all__ = ["CheckpointConfig", "CheckpointSchedule", "Stateful", "read_checkpoint"]
 
-LEAST_SECONDS, MOST_SECONDS = 10.0, 300.0  # limits of the default interval
+# limits of the default interval
+LEAST_SECONDS = 10.0
+MOST_SECONDS = 300.0
 COST = 1 / 200  # fraction of the time that writing may take by default
 
 
@@ -106,8 +108,10 @@ class CheckpointSchedule:
     """
 
     def __init__(self, config: CheckpointConfig, now: float) -> None:
-        self._steps, self._seconds = config.every_steps, config.every_seconds
-        self._last_step, self._last_time = 0, now
+        self._steps = config.every_steps
+        self._seconds = config.every_seconds
+        self._last_step = 0
+        self._last_time = now
 
     def is_due(self, steps: int, now: float, cost: float = 0.0) -> bool:
         """Return whether a checkpoint is due.
@@ -126,4 +130,5 @@ class CheckpointSchedule:
 
     def saved(self, steps: int, now: float) -> None:
         """Note that a checkpoint was saved or loaded after `steps` steps."""
-        self._last_step, self._last_time = steps, now
+        self._last_step = steps
+        self._last_time = now

@@ -67,7 +67,8 @@ def write_tensors(
     Returns:
         The size of the file in bytes, and its checksum: 128-bit XXH3 in hex.
     """
-    hasher, size = xxhash.xxh3_128(), 0
+    hasher = xxhash.xxh3_128()
+    size = 0
     ordered = sort_tensors(tensors)
     for piece in _pieces(_header(ordered), ordered.values() if values is None else values):
         check()

@@ -166,7 +166,8 @@ class CheckpointWriter:
 
     def take_saved(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that were completed or failed since the last call."""
-        saved, self._saved = self._saved, []
+        saved = self._saved
+        self._saved = []
         return saved
 
     @torch.no_grad()
@@ -207,7 +208,10 @@ class CheckpointWriter:
         """Write this rank's files and, on rank 0, complete the checkpoint; runs in the thread."""
         folder = self.folder
         aside = folder / f".step-{step}.{attempt}"
-        final, size, failure, rewritten = folder / f"step-{step}", 0, "", ""
+        final = folder / f"step-{step}"
+        size = 0
+        failure = ""
+        rewritten = ""
 
         def check() -> None:
             if abandoned.is_set():
@@ -344,7 +348,8 @@ def _complete(
     _write_file(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_folder(aside)
     check()
-    final, number = aside.parent / f"step-{step}", 1
+    final = aside.parent / f"step-{step}"
+    number = 1
     while os.path.lexists(final):
         number += 1
         final = aside.parent / f"step-{step}-{number}"

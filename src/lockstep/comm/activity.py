@@ -46,8 +46,10 @@ PAGE_BYTES = 4096
 ENTRY_BYTES = 1024
 TEXT_BYTES = 992
 ENTRY = struct.Struct(f"<QqII{TEXT_BYTES}sQ")
-LAST_CALL, LAST_CALL_AT = struct.Struct("<IiqQQ16s48s"), 2048
-CURRENT_WAIT, CURRENT_WAIT_AT = struct.Struct("<IIqi512s"), 2304
+LAST_CALL = struct.Struct("<IiqQQ16s48s")
+LAST_CALL_AT = 2048
+CURRENT_WAIT = struct.Struct("<IIqi512s")
+CURRENT_WAIT_AT = 2304
 ALL_OTHERS = -1  # the smallest number that says who is waited for
 NUMBER_AT = 4088
 ATTEMPTS = 4  # at a consistent copy of a page that is being written
@@ -160,7 +162,8 @@ def publish(text: str, state: int = State.COMPUTING) -> None:
     """Publish what this process begins: a computation, or a wait of its main thread."""
     page = _page
     page.number.value = number = page.number.value + 1
-    now, offset = time.monotonic_ns(), (number & 1) * ENTRY_BYTES
+    now = time.monotonic_ns()
+    offset = (number & 1) * ENTRY_BYTES
     body = text.encode(errors="replace")
     ENTRY.pack_into(page.memory, offset, number, now, state, len(body), body, number)
 
@@ -260,7 +263,8 @@ def _parse_entry(page: bytes, offset: int) -> tuple[int, str, State, int]:
 
 
 def _describe_call(op: bytes, peer: int, number: int, count: int, group: bytes) -> str:
-    name, elements = _decode(op), f"{count} element" + ("" if count == 1 else "s")
+    name = _decode(op)
+    elements = f"{count} element" + ("" if count == 1 else "s")
     if number:
         what = f" ({elements})" if count else ""
         return f"{name}{what}, call {number} of group {_decode(group)}"

@@ -80,7 +80,8 @@ class Failure:
         error = BackendError(message)
         if self.observed is not None:
             error = lost = PeerLostError(message)
-            lost.observed, lost.rank = self.observed, self.rank
+            lost.observed = self.observed
+            lost.rank = self.rank
         error.operation = operation
         error.reason = self.reason
         return error

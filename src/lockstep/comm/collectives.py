@@ -210,7 +210,8 @@ def _gather_pages(message: bytes, group: dist.ProcessGroup | None) -> list[bytes
 
 def _gather_equal(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Gather messages that have the same length on all ranks."""
-    width, ranks = len(message), dist.get_world_size(group)
+    width = len(message)
+    ranks = dist.get_world_size(group)
     device = message_device(group)
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
     everyone = torch.empty(ranks * width, dtype=torch.uint8, device=device)

@@ -73,13 +73,15 @@ def shares_device(device: torch.device, group: dist.ProcessGroup | None) -> bool
     ipc = BY_DEVICE_TYPE.get(device.type)
     if ipc is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return False
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     own = identify_device(device)
     about = "comparing the devices of the ranks"
     identities = all_gather_bytes(own.encode(), about, group)
     if identities.count(identities[0]) < ranks:
         return False
-    handles, failure = dict[int, bytes](), ""
+    handles = dict[int, bytes]()
+    failure = ""
     try:
         memory = ipc.allocate(PROBE_BYTES, device).fill_(rank)
         handles = {peer: ipc.export(memory) for peer in range(ranks) if peer != rank}

@@ -40,7 +40,8 @@ class IpcAllReduce(SlicedAllReduce):
     """The implementation for ranks that share a device; arguments as of `make_all_reduce`."""
 
     def _allocate(self, device: torch.device) -> None:
-        self._ipc, self._device = BY_DEVICE_TYPE[device.type], device
+        self._ipc = BY_DEVICE_TYPE[device.type]
+        self._device = device
         self._widths = [len(nodes) * self._slice_bytes for nodes in self._nodes_by_rank]
         place = self._sum_place(self._rank)
         self._own = self._ipc.allocate(max(place.stop, ALIGNMENT), device)

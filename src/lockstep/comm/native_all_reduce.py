@@ -79,9 +79,11 @@ class NativeAllReduce(ReproducibleAllReduce):
         cuts: Sequence[int] | None = None,
         scatter: bool = False,
     ) -> None:
-        self._native, self.bucket = native, bucket
+        self._native = native
+        self.bucket = bucket
         self._nodes = nodes_by_rank[rank]
-        even, slices = slice_length(bucket, len(nodes_by_rank)), range(len(nodes_by_rank) + 1)
+        even = slice_length(bucket, len(nodes_by_rank))
+        slices = range(len(nodes_by_rank) + 1)
         self._bounds = list(cuts or (min(slice_ * even, bucket.length) for slice_ in slices))
         rows = max(len(self._nodes), 1)  # a rank without nodes needs room for the sums
         values = rows * bucket.length * bucket.dtype.itemsize

@@ -46,7 +46,8 @@ class PiecewiseAllReduce(ReproducibleAllReduce):
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.bucket = bucket
-        size, ranks = bucket.dtype.itemsize, len(nodes_by_rank)
+        size = bucket.dtype.itemsize
+        ranks = len(nodes_by_rank)
         # Whole slices of all ranks, so that the sums of the pieces follow each other.
         line = ranks * ALIGNMENT // size
         length = round_up(piece_bytes // size, line)
@@ -77,7 +78,8 @@ class PiecewiseAllReduce(ReproducibleAllReduce):
 
     def _launch(self, number: int) -> None:
         """Start the exchange of a piece."""
-        piece, starts = self._pieces[number], self._starts[number]
+        piece = self._pieces[number]
+        starts = self._starts[number]
         held: dict[Node, Mapping[int, torch.Tensor | None]] = {}
         for node, vectors in self._held.items():
             held[node] = {

@@ -37,7 +37,8 @@ Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 Held = Mapping[tuple[int, int], Values]
 """The values of each node (lo, hi) of the tree that a rank holds."""
 
-ABSENT, NEW = 0, 1
+ABSENT = 0
+NEW = 1
 """The flags of a tensor in a node."""
 
 

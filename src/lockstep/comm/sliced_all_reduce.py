@@ -56,7 +56,9 @@ class SlicedAllReduce(ReproducibleAllReduce):
         rank: int | None = None,
         sums: torch.Tensor | None = None,
     ) -> None:
-        self.bucket, self._nodes_by_rank, self._leaves = bucket, nodes_by_rank, leaves
+        self.bucket = bucket
+        self._nodes_by_rank = nodes_by_rank
+        self._leaves = leaves
         self._group = group
         self._rank = dist.get_rank(group) if rank is None else rank
         self._ranks = len(nodes_by_rank)
@@ -87,7 +89,8 @@ class SlicedAllReduce(ReproducibleAllReduce):
 
     def _pack(self, held: Held) -> bytearray:
         """Copy this rank's nodes into the rows, and return their flags."""
-        members, flags = self.bucket.members, bytearray()
+        members = self.bucket.members
+        flags = bytearray()
         for number, node in enumerate(self._nodes_by_rank[self._rank]):
             values = held[node]
             flags += bytes(ABSENT if values[member.index] is None else NEW for member in members)

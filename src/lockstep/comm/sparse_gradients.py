@@ -32,7 +32,8 @@ __all__ = ["add_sparse", "sparse_weights", "sum_sparse_gradients"]
 Rows = torch.Tensor | None
 """A coalesced tensor, sparse in its first dimension, or None."""
 
-DENSE, ABSENT = -1, -2
+DENSE = -1
+ABSENT = -2
 """Values in place of the number of rows, for a gradient that is dense or absent."""
 
 
@@ -66,7 +67,8 @@ def sum_sparse_gradients(
     header: list[tuple[int, int, int, int]] = []
     for node, gradients in held.items():
         for n in indices:
-            gradient, rows = gradients[n], ABSENT
+            gradient = gradients[n]
+            rows = ABSENT
             if gradient is not None:
                 rows = gradient._nnz() if gradient.is_sparse else DENSE
                 mine.append(gradient)

@@ -83,7 +83,8 @@ def _spread(leaves: int, small: int, larger: int, hosts: Hosts) -> list[int]:
     A dynamic program over the hosts. It considers cuts near the even ones only, so that its time is
     linear in the number of hosts.
     """
-    replicas, widest = sum(map(len, hosts)), max(map(len, hosts))
+    replicas = sum(map(len, hosts))
+    widest = max(map(len, hosts))
     if len(hosts) == 1 or not larger:
         return [larger] + [0] * (len(hosts) - 1)
     # For each number of larger replicas so far: nodes, distance from the even cuts, the choices.
@@ -104,7 +105,8 @@ def _spread(leaves: int, small: int, larger: int, hosts: Hosts) -> list[int]:
                 cost = nodes + len(nodes_of(span, leaves))
                 option = (cost, distance + abs(total - even), [*chosen, extra])
                 options[total] = min(options.get(total, option), option)
-        best, before = options, count
+        best = options
+        before = count
     return best[larger][2]
 
 

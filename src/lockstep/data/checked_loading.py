@@ -55,7 +55,8 @@ class CheckedCollate:
     """
 
     def __init__(self, collate: Callable[[Any], Any], dataset: Any) -> None:
-        self._collate, self._dataset = collate, dataset
+        self._collate = collate
+        self._dataset = dataset
 
     @property
     def is_default(self) -> bool:

@@ -170,7 +170,8 @@ def _require_samples(dataset: Any, batch_size: int | None) -> None:
 
 def _require_rows(given: list[Any] | tuple[Any, ...], batch_size: int | None) -> None:
     """Raise DatasetError for a list of whole columns, or of whole batches."""
-    count, kind = len(given), type(given).__name__
+    count = len(given)
+    kind = type(given).__name__
     lengths = {_column_length(column) for column in given[:3]}
     if 1 < count <= 3 and len(lengths) == 1 and None not in lengths:
         kinds = {(column.ndim, getattr(column, "dtype", None)) for column in given}

@@ -33,10 +33,14 @@ from lockstep.kernel.errors import FileError
 
 __all__ = ["digits", "find_idx", "mnist", "read_idx", "read_images_and_labels"]
 
-IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+IMAGES = "images-idx3-ubyte"
+LABELS = "labels-idx1-ubyte"
 DIGITS_FOLDER = Path(__file__).parent / "digits"
-DIGITS_MEAN, DIGITS_STD = 0.3053, 0.3247  # of the scaled pixels, in 0..1
-MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
+# of the scaled pixels, in 0..1
+DIGITS_MEAN = 0.3053
+DIGITS_STD = 0.3247
+MNIST_MEAN = 0.1307
+MNIST_STD = 0.3081
 
 STALL = 30.0  # seconds of the longest wait for data from the network
 MIRRORS = (
@@ -76,7 +80,8 @@ def mnist(folder: str | Path, train: bool = True, download: bool = False) -> Ten
     Raises:
         FileError: A file is missing, damaged, inconsistent, or cannot be downloaded.
     """
-    folder, part = Path(folder), "train" if train else "t10k"
+    folder = Path(folder)
+    part = "train" if train else "t10k"
     names = (f"{part}-{IMAGES}", f"{part}-{LABELS}")
     for name in names if download else ():
         if find_idx(folder, name) is None:
@@ -100,7 +105,8 @@ def _download(folder: Path, name: str) -> None:
         path = str(folder / f"{name}.gz")
         for mirror in MIRRORS:
             try:
-                url, is_shown = f"{mirror}{name}.gz", sys.stderr.isatty()
+                url = f"{mirror}{name}.gz"
+                is_shown = sys.stderr.isatty()
                 torch.hub.download_url_to_file(url, path, SHA256[name], is_shown)
                 return
             except (URLError, HTTPException, RuntimeError, TimeoutError) as error:
@@ -193,7 +199,8 @@ def read_images_and_labels(
     Raises:
         FileError: Their numbers differ, or a label is not below `classes`.
     """
-    pixels, digits = read_idx(images, 3), read_idx(labels, 1)
+    pixels = read_idx(images, 3)
+    digits = read_idx(labels, 1)
     if len(pixels) != len(digits):
         raise FileError(f"{images} has {len(pixels)} images, but {labels} has {len(digits)} labels")
     worst = int(digits.max())

@@ -42,7 +42,8 @@ def is_private_generator(value: Any) -> bool:
 def find_private_generators(owner: Any) -> list[Any]:
     """Return the private generators in the attributes of an object, and of the objects there."""
     found: list[Any] = []
-    seen, waiting = {id(owner)}, deque([owner])
+    seen = {id(owner)}
+    waiting = deque([owner])
     while waiting:
         value = waiting.popleft()
         if is_private_generator(value):

@@ -98,7 +98,8 @@ class Batches:
         **options: Any,
     ) -> None:
         self._options = LoaderOptions(dataset, batch_size, **options)
-        self.epoch, self.agree = epoch, agree
+        self.epoch = epoch
+        self.agree = agree
         self.position = 0
         self._start = 0
         self._digest = ""  # of the order, hexadecimal; "" before it is drawn
@@ -116,7 +117,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the epoch, from the loaded position or from the beginning."""
-        start, self._start = self._start, 0
+        start = self._start
+        self._start = 0
         self.position = start
         begun = perf_counter()
         with closing(self._all_items(start)) as items:
@@ -126,7 +128,8 @@ class Batches:
                 yield batch
                 begun = perf_counter()
         if self.position == 0:
-            options, few = self._options, "no samples"
+            options = self._options
+            few = "no samples"
             if options.drop_last:
                 few = f"fewer than {options.batch_size} samples"
             raise DatasetError(f"the dataset {options.name} has {few}")
@@ -186,10 +189,13 @@ class Batches:
         return self._make_source(start, is_compared=True)
 
     def _make_source(self, start: int, *, is_compared: bool = False) -> Source:
-        options, share = self._options, self._share
-        keys, collate = (options.seed, self.epoch), options.collate_fn
+        options = self._options
+        share = self._share
+        keys = (options.seed, self.epoch)
+        collate = options.collate_fn
         if options.is_iterable:
-            size, checks_collate = cast(int, options.batch_size), is_compared and is_own(collate)
+            size = cast(int, options.batch_size)
+            checks_collate = is_compared and is_own(collate)
             return IterableSource(
                 options.dataset,
                 size,
@@ -220,7 +226,8 @@ class Batches:
             numbers = range(start, len(source.epoch))
             if isinstance(source, TensorSource):
                 return load_in_process((source[number] for number in numbers), self._pins_memory)
-        options, seed = self._options, key(self._options.seed, self.epoch)
+        options = self._options
+        seed = key(self._options.seed, self.epoch)
         return load_in_workers(
             source, numbers, options.num_workers, self._pins_memory, options.timeout, seed
         )
@@ -289,7 +296,8 @@ class Batches:
         self._digest, saved, self._saved_digest = order.digest().hex(), self._saved_digest, ""
         if saved in ("", self._digest):
             return order
-        sampler, cause = self._options.given_sampler, "the dataset or the version of torch"
+        sampler = self._options.given_sampler
+        cause = "the dataset or the version of torch"
         if sampler is not None:
             cause = (
                 f"the sampler {type(sampler).__name__}, which must draw from the global generators "
@@ -324,7 +332,8 @@ class Batches:
             indices = self._planned.batch_indices(self.position)
             samples = hash_indices(indices)
         else:  # an iterable dataset: hash the positions in the stream
-            indices, first = None, self.position * cast(int, self._options.batch_size)
+            indices = None
+            first = self.position * cast(int, self._options.batch_size)
             samples = hash_indices(torch.arange(first, first + size))
         return Batch(
             size=size,

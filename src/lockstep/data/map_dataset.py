@@ -226,8 +226,10 @@ class MapSource(Dataset[Item]):
         parts = []
         for microbatch_key, piece in pieces:
             # Removed, so that the memory of the samples can be used for the next micro-batch.
-            first, samples = samples[: len(piece)], samples[len(piece) :]
-            names, indices = indices[: len(piece)], indices[len(piece) :]
+            first = samples[: len(piece)]
+            samples = samples[len(piece) :]
+            names = indices[: len(piece)]
+            indices = indices[len(piece) :]
             part = collate_samples(
                 first, names, name, self.collate or default_collate, microbatch_key
             )
@@ -261,7 +263,8 @@ class TensorSource:
             indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
             if not _are_valid(rows, len(indices)):
                 return None
-            rows, dataset = indices[rows], dataset.dataset
+            rows = indices[rows]
+            dataset = dataset.dataset
         if type(dataset) is not TensorDataset or not _are_valid(rows, len(dataset)):
             return None
         if not all(_is_plain(tensor) for tensor in dataset.tensors):
@@ -279,7 +282,8 @@ class TensorSource:
 
     def _describe(self, span: range) -> tuple[str, ...]:
         positions = select_positions(span)
-        names, rows = self.epoch.indices[positions].tolist(), self.rows[positions].tolist()
+        names = self.epoch.indices[positions].tolist()
+        rows = self.rows[positions].tolist()
         return tuple(
             describe_sample(name, [tensor[row] for tensor in self.tensors])
             for name, row in zip(names, rows, strict=True)

@@ -168,7 +168,8 @@ def halve_samples(data: Any, size: int) -> Sequence[Any]:
     Raises:
         DatasetError: Something in `data` has not one row per sample.
     """
-    data, sizes = _mark_entries(data, size), dict[str, int]()
+    data = _mark_entries(data, size)
+    sizes = dict[str, int]()
     uncut: dict[str, int] = {}
     _collect_sizes(data, "data", sizes, uncut)
     if {*sizes.values()} != {size} or uncut:
@@ -370,7 +371,8 @@ def _copied_together(data: torch.Tensor, cuts: _Cuts) -> Sequence[torch.Tensor] 
         None if the parts would not be aligned.
     """
     parts: Sequence[torch.Tensor]
-    first, last = cuts.spans[0].start, cuts.spans[-1].stop
+    first = cuts.spans[0].start
+    last = cuts.spans[-1].stop
     whole = data if last - first == data.shape[0] else data[first:last]
     row = data.stride(0) * data.element_size()
     if cuts.unit * row % ALIGNMENT == 0:
@@ -378,7 +380,9 @@ def _copied_together(data: torch.Tensor, cuts: _Cuts) -> Sequence[torch.Tensor] 
         return parts
     if {*cuts.sizes} != {cuts.unit} or row == 0 or ALIGNMENT % row:
         return None
-    count, rest, gap = len(cuts.sizes), data.shape[1:], -cuts.unit % (ALIGNMENT // row)
+    count = len(cuts.sizes)
+    rest = data.shape[1:]
+    gap = -cuts.unit % (ALIGNMENT // row)
     spaced = whole.new_empty((count, cuts.unit + gap, *rest))
     spaced[:, : cuts.unit] = whole.view(count, cuts.unit, *rest)
     sizes = [cuts.unit, gap] * count

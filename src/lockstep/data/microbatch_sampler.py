@@ -112,7 +112,8 @@ class LoadedHere:
     @classmethod
     def end(cls) -> bool:
         """Restore the generators; return whether something was loaded."""
-        restore, cls.restore = cls.restore, None
+        restore = cls.restore
+        cls.restore = None
         if restore is not None:
             restore()
         return restore is not None
@@ -144,7 +145,9 @@ class SeededIndices(list[int]):
         checks: Sequence[tuple[int, int]] = (),
     ) -> None:
         super().__init__(indices)
-        self.seeds, self.collate_seed, self.checks = seeds, collate_seed, checks
+        self.seeds = seeds
+        self.collate_seed = collate_seed
+        self.checks = checks
 
     def __iter__(self) -> Iterator[int]:
         """Yield each index after seeding the generators; use one thread, as in a worker."""
@@ -266,12 +269,14 @@ class MicrobatchSampler(Sampler[list[int]]):
         samples = len(dataset)
         if not samples or batch_size < 1:
             raise DatasetError(f"{name} of {samples} samples, batch_size={batch_size}")
-        self._seed, self._share = seed, share
+        self._seed = seed
+        self._share = share
         self._is_random = type(dataset) is not TensorDataset
         self._consumers: list[MicrobatchConsumer] = []
         self.epoch = self.start = 0
         self.has_random_collate = True
-        self._finished, self._has_warned = -1, False
+        self._finished = -1
+        self._has_warned = False
         self._iterations = 0
         self._repeats = shuffle or self._is_random  # random numbers, if an epoch is repeated
         self.settings = (
@@ -301,7 +306,8 @@ class MicrobatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration; a resumed epoch goes on where it was saved."""
         if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
+            self.epoch = epoch
+            self.start = 0
 
     @property
     def batches(self) -> int:
@@ -328,11 +334,14 @@ class MicrobatchSampler(Sampler[list[int]]):
         LoadedHere.end()  # if the last micro-batch was not trained
 
     def _iterate(self) -> Iterator[list[int]]:
-        epoch, start, self.start = self.epoch, self.start, 0
+        epoch = self.epoch
+        start = self.start
+        self.start = 0
         if epoch == self._finished and not (start or self._has_warned):
             self._warn()
         plan = self._make_plan(epoch)
-        order, digest = plan.order, plan.order.digest().hex()
+        order = plan.order
+        digest = plan.order.digest().hex()
         for consumer in self._consumers:
             consumer.begin_epoch()
         for batch in range(start, len(plan)):

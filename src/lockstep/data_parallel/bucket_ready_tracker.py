@@ -54,7 +54,8 @@ class BucketReadyTracker:
         on_gradient: Callable[[int], None],
         modules: Iterable[nn.Module] = (),
     ) -> None:
-        self._parameters, self._modules = list(parameters), list(modules)
+        self._parameters = list(parameters)
+        self._modules = list(modules)
         self._on_gradient = weakref.WeakMethod(on_gradient)
         self._hooked: set[int] = set()
         self._buckets: list[frozenset[int]] = []
@@ -63,7 +64,8 @@ class BucketReadyTracker:
         self._is_watching = self._counts = False
         self._outermost = -1
         self._complete: set[int] = set()
-        self.complete_buckets, self.has_late_callback = 0, False
+        self.complete_buckets = 0
+        self.has_late_callback = False
 
     def set_buckets(self, members: Sequence[Collection[int]]) -> None:
         """Set the indices of the parameters in each bucket, in launch order."""
@@ -77,7 +79,9 @@ class BucketReadyTracker:
             Whether gradients may become complete before the end of the pass.
         """
         self._register_hooks()
-        self._complete, self.complete_buckets, self.has_late_callback = set(), 0, False
+        self._complete = set()
+        self.complete_buckets = 0
+        self.has_late_callback = False
         is_plain = not (self._has_inner_passes or self._has_callbacks or self.is_observed())
         self._counts = self._has_watched and is_plain
         handle = loss.register_hook(self._enter)
@@ -86,7 +90,8 @@ class BucketReadyTracker:
             with _notice_callbacks(self._note_callback):
                 yield self._counts
         finally:
-            self._is_watching, self._has_watched = False, True
+            self._is_watching = False
+            self._has_watched = True
             handle.remove()
 
     def mark(self, index: int) -> bool:
@@ -149,7 +154,8 @@ class _Hook:
     """A post-accumulate hook of a parameter; has no effect once its BucketReadyTracker is freed."""
 
     def __init__(self, owner: weakref.ref[BucketReadyTracker], index: int) -> None:
-        self._owner, self._index = owner, index
+        self._owner = owner
+        self._index = index
 
     def __call__(self, parameter: torch.Tensor) -> None:
         owner = self._owner()
@@ -168,7 +174,8 @@ class _NoticingEngine:
     """A wrapper of autograd's engine that calls `notice` for every queued callback."""
 
     def __init__(self, engine: Any, notice: Callable[[], None]) -> None:
-        self.engine, self._notice = engine, notice
+        self.engine = engine
+        self._notice = notice
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

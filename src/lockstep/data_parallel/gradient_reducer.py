@@ -171,7 +171,8 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Empty `.grad` of every parameter, and discard the accumulated gradients."""
-        self.sums, self._further_sums = {}, []
+        self.sums = {}
+        self._further_sums = []
         for _, parameter in self._parameters:
             parameter.grad = None
         # Do not reuse the buckets if they were launched and never finished, because other ranks
@@ -307,7 +308,8 @@ class GradientReducer:
     @torch.no_grad()
     def _reduce_over_ranks(self, used: Sequence[int], statuses: Sequence[bytes]) -> None:
         """Add this rank's sums and those of the others; `used` are the parameters with one."""
-        held, shards = self._begun().nodes, self._planner.shards
+        held = self._begun().nodes
+        shards = self._planner.shards
         dense = self._without_sparse(used)
         if self._exchange is not None:
             pairs = self._exchange.finish(statuses)
@@ -324,7 +326,8 @@ class GradientReducer:
                 parameter.grad = in_layout_of(gradient, parameter)
         models = {n: self._parameters[n][1] for n in used if n in self._sparse}
         if models:
-            leaves, group = self._tree.leaves, self._planner.group
+            leaves = self._tree.leaves
+            group = self._planner.group
             sums_of_rows = sum_sparse_gradients(held, list(models), leaves, models, group)
             for index, gradient in sums_of_rows.items():
                 models[index].grad = gradient
@@ -373,7 +376,9 @@ class BucketExchange:
         streams: GradientStreams,
         announce: Callable[[], object] | None,
     ) -> None:
-        self._buckets, self._local, self._streams = buckets, local, streams
+        self._buckets = buckets
+        self._local = local
+        self._streams = streams
         self._announce = announce if buckets.gains_from_early_launch else None
         self._is_packed = False
         self.launched = 0
@@ -408,7 +413,8 @@ class BucketExchange:
         if not self.launched and self._announce is not None:
             self._announce()
         members = [member.index for member in self._buckets.sums[self.launched].bucket.members]
-        held, is_backward_running = self._local.nodes, self._local.is_accumulating
+        held = self._local.nodes
+        is_backward_running = self._local.is_accumulating
         self._streams.join(values[index] for values in held.values() for index in members)
         self._buckets.sums[self.launched].launch(held, in_steps=is_backward_running)
         self.launched += 1

@@ -46,7 +46,9 @@ class LocalSums:
         destinations: Mapping[Node, Mapping[int, torch.Tensor]],
         add_natively: Callable[..., bool] | None,
     ) -> None:
-        self._parameters, self._sparse, self._destinations = parameters, sparse, destinations
+        self._parameters = parameters
+        self._sparse = sparse
+        self._destinations = destinations
         self._tensors = [parameter for _, parameter in parameters]
         self._add_natively = None if sparse else add_natively
         self._leaves = leaves
@@ -108,7 +110,8 @@ class LocalSums:
 
     def _open_node(self, node: Node) -> None:
         if self._siblings is None:
-            self._siblings, self._node = [], node
+            self._siblings = []
+            self._node = node
             for sibling, parent in left_siblings(node, self._leaves):
                 if sibling not in self.complete:  # it has leaves of other ranks
                     break

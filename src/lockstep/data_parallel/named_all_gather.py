@@ -27,7 +27,8 @@ class NamedAllGather:
     """
 
     def __init__(self, name: str, gather: Any) -> None:
-        self._name, self._gather = name, gather
+        self._name = name
+        self._gather = gather
 
     # --- called by torch ----------------------------------------------------------------------
 

@@ -76,8 +76,11 @@ class Shards:
         capacity: int,
         overflow: int = 0,
     ) -> None:
-        self._numels, self._dtypes = numels, dtypes
-        self._ranks, self._capacity, self._overflow = ranks, capacity, overflow
+        self._numels = numels
+        self._dtypes = dtypes
+        self._ranks = ranks
+        self._capacity = capacity
+        self._overflow = overflow
         self.covered: list[int] = []
         self.buckets: list[Bucket] = []
         self.pieces: list[ParameterShard] = []

@@ -57,7 +57,9 @@ class BucketPlanner:
         group: dist.ProcessGroup | None,
         shards: Shards | None,
     ) -> None:
-        self.parameters, self.group, self.shards = parameters, group, shards
+        self.parameters = parameters
+        self.group = group
+        self.shards = shards
         self._is_device_shared = False
 
     def enter_group(self) -> None:
@@ -133,7 +135,8 @@ class PlannedBuckets:
         indices: Sequence[int],
         key: tuple[object, ...],
     ) -> None:
-        self._planner, self.key = planner, key
+        self._planner = planner
+        self.key = key
         buckets = planner.plan(indices)
         if planner.shards is not None:
             buckets = planner.shards.buckets

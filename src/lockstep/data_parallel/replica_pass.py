@@ -85,7 +85,8 @@ class ReplicaPass:
     """Forward and backward of one call."""
 
     def __init__(self, call: Call) -> None:
-        self._call, self._first = call, call.devices[0]
+        self._call = call
+        self._first = call.devices[0]
         samples = count_samples(call.args, call.kwargs, call.dim)
         self._spans = split_evenly(samples, count_microbatches(samples, call.microbatches))
         has_gradient = torch.is_grad_enabled()
@@ -103,13 +104,16 @@ class ReplicaPass:
 
     def _make_queues(self) -> list[list[Replica]]:
         """Return the micro-batches of each device, in ascending order, with new replicas."""
-        call, shares = self._call, self._shares
-        parameters, buffers = list(call.module.parameters()), list(call.module.buffers())
+        call = self._call
+        shares = self._shares
+        parameters = list(call.module.parameters())
+        buffers = list(call.module.buffers())
         assigned = assign_microbatches(len(self._spans), on_one_host(len(call.devices)))
         queues: list[list[Replica]] = []
         for number, (device, indices) in enumerate(zip(call.devices, assigned, strict=True)):
             values = {id(parameter): parameter.detach().to(device) for parameter in parameters}
-            loss, queue = call.loss, list[Replica]()
+            loss = call.loss
+            queue = list[Replica]()
             if isinstance(loss, nn.Module) and device != self._first:
                 loss = copy.deepcopy(loss).to(device)
             trained = [id(parameter) for parameter in self._trained]
@@ -119,7 +123,8 @@ class ReplicaPass:
                 }
                 leaves = [tensors[key] for key in trained]
                 tensors |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in buffers}
-                module, span = replicate(call.module, tensors), self._spans[index]
+                module = replicate(call.module, tensors)
+                span = self._spans[index]
                 scopes = make_rng_scopes(
                     find_scopes(module, call.scope_names), module, call.seed, device
                 )
@@ -134,7 +139,8 @@ class ReplicaPass:
 
     def _compute_shares(self) -> dict[int, float]:
         """Return the share of each micro-batch that is computed, by index."""
-        call, spans = self._call, self._spans
+        call = self._call
+        spans = self._spans
         if call.loss is not None and is_sum(call.loss):
             return dict.fromkeys(range(len(spans)), 1.0)
         if call.weight is None:
@@ -170,7 +176,8 @@ class ReplicaPass:
         names = [name for name, _ in self._call.module.named_buffers()]
         if not names:
             return
-        buffers, leaves = Buffers({"": self._call.module}), len(self._spans)
+        buffers = Buffers({"": self._call.module})
+        leaves = len(self._spans)
         samples = sum(replica.size for replica in self._replicas)
         try:
             for replica in self._replicas:
@@ -235,7 +242,9 @@ class ReplicaPass:
             for node, values in sums.nodes.items():
                 nodes[node] = [_move(value, self._first) for value in values]
         if not keeps_graph:
-            self._queues, self._replicas = [], []  # free their memory
+            # free their memory
+            self._queues = []
+            self._replicas = []
         return total(nodes, leaves, _add_gradients)
 
     @contextmanager
@@ -284,7 +293,8 @@ def _move(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | N
 
 def _take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     """Remove and return the gradient of a tensor."""
-    gradient, tensor.grad = tensor.grad, None
+    gradient = tensor.grad
+    tensor.grad = None
     return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
 
 

@@ -46,7 +46,8 @@ class _Handler:
     """What torch calls for an operator on sharded tensors."""
 
     def __init__(self, draw: Any, handlers: dict[Any, Any]) -> None:
-        self._draw, self._handlers = draw, handlers
+        self._draw = draw
+        self._handlers = handlers
 
     def __call__(self, operator: Any, args: Any, kwargs: Any) -> Any:
         if args[0].device_mesh in _meshes:
@@ -75,8 +76,10 @@ def _make_like(operator: Any, args: Any, kwargs: Any) -> Any:
     whole = torch.empty(sharded.shape, dtype=sharded.dtype, device=local_part(sharded).device)
     drawn = operator(whole, *others, **kwargs)
     rows = drawn[_find_rows(sharded)].clone()
-    mesh, placements = sharded.device_mesh, sharded.placements
-    shape, stride = drawn.shape, drawn.stride()
+    mesh = sharded.device_mesh
+    placements = sharded.placements
+    shape = drawn.shape
+    stride = drawn.stride()
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 

@@ -94,12 +94,11 @@ def find_mesh(module: nn.Module) -> ShardingMesh:
                 f"the parameter {name} is not sharded: call fully_shard(model) with the whole "
                 "model, after its blocks, and without ignored_params"
             )
-        mesh, placements = sharded.device_mesh, sharded.placements
+        mesh = sharded.device_mesh
+        placements = sharded.placements
         own = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-        groups, hosts = (
-            groups or own,
-            tuple(map(tuple, mesh.mesh.reshape(-1, mesh.size(-1)).tolist())),
-        )
+        groups = groups or own
+        hosts = tuple(map(tuple, mesh.mesh.reshape(-1, mesh.size(-1)).tolist()))
         is_whole = mesh.size() == dist.get_world_size() and all(
             [*ranks] == sorted(ranks) for ranks in hosts
         )
@@ -175,20 +174,25 @@ class ShardedGradients:
             )
         if failure := find_hook(parameters):
             raise UsageError(failure)
-        self._parameters, self._module = list(parameters), module
-        self._is_open, self.failure = False, ""
+        self._parameters = list(parameters)
+        self._module = module
+        self._is_open = False
+        self.failure = ""
         self._is_computing = False
-        self.is_observed, self._hashes = False, dict[int, int]()
+        self.is_observed = False
+        self._hashes = dict[int, int]()
         self.mesh = find_mesh(module)
         sharded: Any = parameters[0][1]  # all have the same mesh
         draw_alike(sharded.device_mesh)
         self._shards = dist.get_world_size(self.mesh.shards)
-        self._leaves, self._planned = 1, tuple[Any, ...]()
+        self._leaves = 1
+        self._planned = tuple[Any, ...]()
         self._buckets: list[ReproducibleAllReduce] = []  # of the gradients that are planned
         numbers: dict[torch.Tensor, int] = {
             parameter: number for number, (_, parameter) in enumerate(parameters)
         }
-        calls, states = CallOrder(), set[Any]()
+        calls = CallOrder()
+        states = set[Any]()
         self._units: list[TreeReduceScatter] = []
         for name, part in module.named_modules():
             if not is_fully_sharded(part):
@@ -239,7 +243,8 @@ class ShardedGradients:
         self._sums.nodes.clear()
         if self._is_open:  # an exception may have left torch in the middle of a pass
             self._reset_pass()
-        self._is_open, self.failure = False, ""
+        self._is_open = False
+        self.failure = ""
         self._hashes.clear()
         for _, parameter in self._parameters:
             parameter.grad = None
@@ -315,7 +320,8 @@ class ShardedGradients:
                     "backward, which a sharded model forgets: update it after the step, on all "
                     "ranks"
                 )
-        node, self._roots = find_reordered_sum([*dict.fromkeys(self._roots)]), []
+        node = find_reordered_sum([*dict.fromkeys(self._roots)])
+        self._roots = []
         if node is None:
             return ""
         (name,) = (unit.name for unit in self._units if unit.has_group(node.param_group))
@@ -331,7 +337,8 @@ class ShardedGradients:
     @contextmanager
     def hashing(self) -> Iterator[None]:
         """Hash whole gradients in the body."""
-        was_observed, self.is_observed = self.is_observed, True
+        was_observed = self.is_observed
+        self.is_observed = True
         try:
             yield
         finally:
@@ -442,7 +449,8 @@ class ShardedGradients:
 
     def _plan_buckets(self, used: Sequence[int]) -> list[ReproducibleAllReduce]:
         """Return the sums over the copies of the gradients of these parameters."""
-        mesh, group = self.mesh, self.mesh.copies
+        mesh = self.mesh
+        group = self.mesh.copies
         nodes = assign_nodes(self._leaves, on_one_host(len(mesh.hosts)))
         # The ranks of the group need not be in the order of the copies.
         copies = [

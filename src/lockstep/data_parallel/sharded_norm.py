@@ -55,7 +55,8 @@ class _Block:
 
 def find_spans(shape: torch.Size, ranks: int) -> list[tuple[int, int]]:
     """Return the elements [start, stop) of a tensor of this shape that each rank holds."""
-    rows, width = shape[0], torch.Size(shape[1:]).numel()
+    rows = shape[0]
+    width = torch.Size(shape[1:]).numel()
     chunk = -(-rows // ranks)
     cuts = [min(rank * chunk, rows) * width for rank in range(ranks + 1)]
     return list(pairwise(cuts))
@@ -66,7 +67,8 @@ def _divide(shapes: tuple[torch.Size, ...], ranks: int) -> tuple[_Block, ...]:
     """Return the blocks that no rank holds alone."""
     blocks: list[_Block] = []
     for number, shape in enumerate(shapes):
-        spans, length = find_spans(shape, ranks), shape.numel()
+        spans = find_spans(shape, ranks)
+        length = shape.numel()
         for start in range(0, length, BLOCK):
             stop = min(start + BLOCK, length)
             pieces = tuple((max(a, start), max(min(b, stop), max(a, start))) for a, b in spans)
@@ -88,9 +90,11 @@ def compute_sharded_squares(
         gradients: The sharded gradients, of the same parameters on every rank.
         group: The ranks.
     """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     blocks = _divide(tuple(gradient.shape for gradient in gradients), ranks)
-    norms, short = list[torch.Tensor](), list[torch.Tensor]()
+    norms = list[torch.Tensor]()
+    short = list[torch.Tensor]()
     for gradient in gradients:
         start, stop = find_spans(gradient.shape, ranks)[rank]
         vector = local_part(gradient).reshape(-1)
@@ -157,11 +161,13 @@ def _exchange(
     gradients: Sequence[torch.Tensor], blocks: Sequence[_Block], group: dist.ProcessGroup
 ) -> Iterator[tuple[torch.Tensor, _Block]]:
     """Yield the blocks that this rank computes, after a message to each rank per dtype."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     for dtype in dict.fromkeys(gradients[block.gradient].dtype for block in blocks):
         sent = [block for block in blocks if gradients[block.gradient].dtype == dtype]
         mine = [block for block in sent if block.owner == rank]
-        pieces, sizes = list[torch.Tensor](), [0] * ranks
+        pieces = list[torch.Tensor]()
+        sizes = [0] * ranks
         for block in sorted(sent, key=lambda block: block.owner):
             low, high = block.pieces[rank]
             gradient = gradients[block.gradient]

@@ -112,7 +112,9 @@ class DataParallel(nn.Module):
             raise UsageError(f"dim={dim}: count the dimensions from the front, such as dim=0")
         _reject_unsupported(module)
         self.module = module
-        self.microbatches, self.dim, self.seed = microbatches, dim, seed
+        self.microbatches = microbatches
+        self.dim = dim
+        self.seed = seed
         self.steps = 0
         self._evaluations = 0  # calls in evaluation mode since the last step
         names = find_block_names(module, None)
@@ -186,7 +188,8 @@ class DataParallel(nn.Module):
         )  # fmt: skip
         outputs = ReplicaPass(call).forward()
         if self.training:
-            self.steps, self._evaluations = self.steps + 1, 0
+            self.steps = self.steps + 1
+            self._evaluations = 0
         else:
             self._evaluations += 1
         return outputs

@@ -76,7 +76,10 @@ class TreeReduceScatter:
         numbers: Mapping[torch.Tensor, int],
         note: Callable[[int, torch.Tensor], None],
     ) -> None:
-        self.name, self._number, self._module, self._calls = name, number, module, calls
+        self.name = name
+        self._number = number
+        self._module = module
+        self._calls = calls
         self.state = module._get_fsdp_state()
         self._parts = [part for g in self.state._fsdp_param_groups for part in g.fsdp_params]
         self._numbers = [numbers[part.sharded_param] for part in self._parts]
@@ -122,8 +125,10 @@ class TreeReduceScatter:
 
     def end_microbatch(self) -> list[int]:
         """End a micro-batch; return the parameters without a gradient on any rank."""
-        used, self._used = self._present or self._used, [False] * len(self._parts)
-        self._present, self._allocations = None, 0
+        used = self._present or self._used
+        self._used = [False] * len(self._parts)
+        self._present = None
+        self._allocations = 0
         for group in self.state._fsdp_param_groups:
             group._partial_reduce_output = None  # to which torch would add the next micro-batch
         return [number for number, is_used in zip(self._numbers, used, strict=True) if not is_used]
@@ -134,7 +139,8 @@ class TreeReduceScatter:
 
     def find_written(self) -> list[int]:
         """Return the parameters that were written since the last call, whose writes are lost."""
-        before, self._versions = self._versions, {}
+        before = self._versions
+        self._versions = {}
         for index, part in enumerate(self._parts):
             if index in before or hasattr(part, "_unsharded_param"):
                 self._versions[index] = part.unsharded_param._version

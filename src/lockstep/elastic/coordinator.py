@@ -69,7 +69,8 @@ __all__ = ["ElasticCoordinator"]
 # Seconds that members have to report before they are replaced: with a backend whose connections
 # cannot be closed, ranks go on waiting for a rank that has reported. The first is for members that
 # are not needed, because others can hand over the state.
-REPORT_SETTLE, REPORT_TIMEOUT = 0.5, 10.0
+REPORT_SETTLE = 0.5
+REPORT_TIMEOUT = 10.0
 MAX_UNEXPLAINED = 5  # rounds in a row that ended although no member had died
 KINDS = ("waiting", "ready", "round_over", "transferred", "resumed", "backend")
 
@@ -101,8 +102,11 @@ class ElasticCoordinator:
     ) -> None:
         if not environment.store and nnodes == 1:
             raise UsageError("--min and --max: elastic runs need Linux")
-        self._round, self._ranks = CurrentRound(), ranks
-        self._wanted, self._at_least, self._folder = wanted, at_least, folder
+        self._round = CurrentRound()
+        self._ranks = ranks
+        self._wanted = wanted
+        self._at_least = at_least
+        self._folder = folder
         states = StateFolder(folder)
         ranks.remove_at_end(str(states.path))
         self._restarts = Restarts(states)
@@ -114,7 +118,8 @@ class ElasticCoordinator:
         self._transfer: StateTransfer | None = None
         self._error: RankError | None = None
         self._has_ended = False
-        ranks.after_events, ranks.before_end = self.advance, self.dismiss_waiting
+        ranks.after_events = self.advance
+        ranks.before_end = self.dismiss_waiting
         ranks.on_report = self._on_report
 
     @property

@@ -110,7 +110,8 @@ class CurrentRound:
         """Become the next round; members whose script has ended stay done in it."""
         if self.lost:
             self.unexplained = 0
-        self.number, self.members = self.number + 1, members
+        self.number = self.number + 1
+        self.members = members
         self.lost.clear()
         self.reports.clear()
         self.stuck.clear()

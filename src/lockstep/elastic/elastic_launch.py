@@ -62,7 +62,8 @@ def launch_elastic(config: LaunchConfig, watch: Watch | None = None, *, exits: b
     """
     if config.node_rank > 0:
         return launch_script(config, _start_agent, exits=exits)
-    status, reason = 1, "host 0 has failed"
+    status = 1
+    reason = "host 0 has failed"
     with ExitStack() as opened:
 
         def start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
@@ -74,13 +75,16 @@ def launch_elastic(config: LaunchConfig, watch: Watch | None = None, *, exits: b
             return ranks
 
         try:
-            status, reason = launch_script(config, start, exits=exits), ""
+            status = launch_script(config, start, exits=exits)
+            reason = ""
         except Interrupted as interruption:
             has_stopped = interruption.has_stopped
-            status, reason = STOPPED if has_stopped else interruption.exit_status, ""
+            status = STOPPED if has_stopped else interruption.exit_status
+            reason = ""
             raise
         except LockstepError as error:
-            status, reason = error.exit_status, str(error)
+            status = error.exit_status
+            reason = str(error)
             raise
         return status
 
@@ -167,5 +171,6 @@ def _find_secret(config: LaunchConfig) -> bytes:
 
 def _describe_version() -> str:
     """Return the versions that all hosts must have for the same bits."""
-    own, torch = version("torch-lockstep"), version("torch")
+    own = version("torch-lockstep")
+    torch = version("torch")
     return f"Lockstep {own}, torch {torch} and Python {platform.python_version()}"

@@ -65,7 +65,10 @@ class HostAgent(RankSupervisor):
         super().__init__(channel, range(0), hang_policy=hang_policy, noun="member")
         self.start: StartMember = lambda member, local_rank, variables: None
         self.on_report = self._on_member_report
-        self._hello, self._address, self._port, self._secret = hello, address, port, secret
+        self._hello = hello
+        self._address = address
+        self._port = port
+        self._secret = secret
         self._connection: HostConnection | None = None
         self._folder: str | None = None
         self._end: Message | None = None
@@ -126,7 +129,8 @@ class HostAgent(RankSupervisor):
 
     def _join(self, is_stop_requested: Callable[[], bool]) -> bool:
         """Connect to the launcher of host 0; return False if a stop was requested before."""
-        wait, reason = LongWait(JOIN_TIMEOUT), ""
+        wait = LongWait(JOIN_TIMEOUT)
+        reason = ""
         own = f"host {self._hello['host']}"
         target = f"host 0 at {self._address}:{self._port}"
         while not is_stop_requested():
@@ -249,7 +253,8 @@ class HostAgent(RankSupervisor):
                 self._post({"kind": "begun", "members": [member]})
         for member, outcome in self.outcomes.items():
             if outcome.status is not None and self._is_news("exit", member):
-                status, hint = outcome.status, outcome.hint
+                status = outcome.status
+                hint = outcome.hint
                 self._post({"kind": "exit", "member": member, "status": status, "hint": hint})
 
     def _is_news(self, kind: str, member: int) -> bool:
@@ -272,7 +277,8 @@ class HostAgent(RankSupervisor):
                 f"command joins it again; otherwise {resume}",
                 STOPPED,
             )
-        status, reason = self._end["status"], escape_control(self._end["reason"])
+        status = self._end["status"]
+        reason = escape_control(self._end["reason"])
         if status == 0:
             return None
         if status == STOPPED:

@@ -67,7 +67,8 @@ class HostConnection:
     """
 
     def __init__(self, connection: MessageConnection, silence: float) -> None:
-        self.silence, self.peer = silence, connection.peer
+        self.silence = silence
+        self.peer = connection.peer
         self._connection = connection
         self._heard = self._sent = time.monotonic()
 
@@ -97,7 +98,8 @@ class HostConnection:
                 if messages:
                     return messages  # the next call raises
                 raise ConnectionLost(_describe(error)) from None
-            self._heard, timeout = time.monotonic(), 0.0
+            self._heard = time.monotonic()
+            timeout = 0.0
             if message.get("kind") != "heartbeat":
                 messages.append(message)
 

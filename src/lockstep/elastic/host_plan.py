@@ -52,7 +52,9 @@ def find_coordinates(hosts: Sequence[int]) -> list[RankCoordinates]:
     Args:
         hosts: The index of the host of each rank.
     """
-    sizes, seen, coordinates = Counter(hosts), Counter[int](), []
+    sizes = Counter(hosts)
+    seen = Counter[int]()
+    coordinates = []
     for rank, host in enumerate(hosts):
         coordinates.append(RankCoordinates(rank, len(hosts), host, seen[host], sizes[host]))
         seen[host] += 1

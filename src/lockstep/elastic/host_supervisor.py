@@ -88,8 +88,11 @@ class HostSupervisor(RankSupervisor):
     ) -> None:
         super().__init__(channel, range(0), hang_policy=hang_policy, noun="member")
         self.begin: Callable[[], None] = lambda: None
-        self._listener, self._silence = listener, silence
-        self._nnodes, self._folder, self._version = nnodes, folder, version
+        self._listener = listener
+        self._silence = silence
+        self._nnodes = nnodes
+        self._folder = folder
+        self._version = version
         self._hosts: dict[int, AgentHost] = {}
         self._callers: dict[HostConnection, float] = {}  # that have not said who they are
         self._host_of: dict[int, int] = {}
@@ -245,7 +248,8 @@ class HostSupervisor(RankSupervisor):
             try:
                 messages = connection.receive()
             except ConnectionLost:
-                messages, deadline = [], 0.0
+                messages = []
+                deadline = 0.0
             if messages:
                 del self._callers[connection]
                 self._admit(connection, messages[0])
@@ -302,7 +306,8 @@ class HostSupervisor(RankSupervisor):
 
     def take_agent_message(self, host: AgentHost, message: Message) -> None:
         """Process a message of an agent."""
-        kind, member = message["kind"], message.get("member", -1)
+        kind = message["kind"]
+        member = message.get("member", -1)
         if kind == "leave":
             self._dismiss_host(host)
         elif kind == "begun":
@@ -318,7 +323,8 @@ class HostSupervisor(RankSupervisor):
             self.take_report(member, report)
         elif kind == "exit":
             outcome = self.outcomes[member]
-            outcome.status, outcome.when = int(message["status"]), time.monotonic()
+            outcome.status = int(message["status"])
+            outcome.when = time.monotonic()
             outcome.hint = "" if outcome.was_terminated else str(message["hint"])
             host.pids.pop(member, None)
 
@@ -354,5 +360,6 @@ class HostSupervisor(RankSupervisor):
 
     def _lose_member(self, member: int, host: str) -> None:
         outcome = self.outcomes[member]
-        outcome.status, outcome.when = -signal.SIGKILL, time.monotonic()
+        outcome.status = -signal.SIGKILL
+        outcome.when = time.monotonic()
         outcome.lost_with = host

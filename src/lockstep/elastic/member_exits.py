@@ -36,7 +36,9 @@ class MemberExits:
 
     def __init__(self, ranks: RankSupervisor, current: CurrentRound, newcomers: Newcomers) -> None:
         self.leaving: dict[int, float] = {}
-        self._ranks, self._round, self._newcomers = ranks, current, newcomers
+        self._ranks = ranks
+        self._round = current
+        self._newcomers = newcomers
 
     @property
     def alive(self) -> list[int]:

@@ -44,8 +44,11 @@ class MemberStarter:
         common: Mapping[str, str],
     ) -> None:
         self.common = common
-        self._ranks, self._start, self._environment = ranks, start, environment
-        self._nnodes, self._next = nnodes, 0
+        self._ranks = ranks
+        self._start = start
+        self._environment = environment
+        self._nnodes = nnodes
+        self._next = 0
 
     @property
     def has_hosts(self) -> bool:
@@ -119,9 +122,11 @@ class MemberStarter:
         number: int,
         variables: Mapping[str, str],
     ) -> int:
-        member, self._next = self._next, self._next + 1
+        member = self._next
+        self._next = self._next + 1
         own = {ELASTIC: "1", MEMBER: str(member), "TORCHELASTIC_RESTART_COUNT": str(number)}
-        size, host = coordinates.local_world_size, coordinates.host
+        size = coordinates.local_world_size
+        host = coordinates.host
         on_host = replace(environment, nprocs=size, node_rank=host)
         place = coordinates.rank, coordinates.world_size
         of_rank = on_host.variables(coordinates.local_rank, place)

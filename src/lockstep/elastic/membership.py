@@ -219,15 +219,20 @@ class Membership:
         is_newcomer: bool = False,
         spans_hosts: bool = False,
     ) -> None:
-        self.number, self.has_state = number, not is_newcomer
+        self.number = number
+        self.has_state = not is_newcomer
         self.spans_hosts = spans_hosts
-        self.round, self.operation, self.newcomers = first_round, 0, 0
+        self.round = first_round
+        self.operation = 0
+        self.newcomers = 0
         self.transfer_folder: Path | None = None
         self.has_left = False
         # All rounds of a process use one store: each open store is a descriptor.
         self._store: Store | None = None
         self._participants: list[Participant] = []
-        self._is_inside, self._is_repeatable, self._has_ended = False, True, False
+        self._is_inside = False
+        self._is_repeatable = True
+        self._has_ended = False
         self._current: Round | None = None
         self._interrupted = 0.0  # when this process noticed the loss of a rank, in Unix time
         self._inbox = LauncherInbox() if self.spans_hosts else None
@@ -276,7 +281,8 @@ class Membership:
             return commit(prepare())
         with self.inside():
             while True:
-                begun, decision = time.monotonic(), None
+                begun = time.monotonic()
+                decision = None
                 is_prepared = is_kept = False
                 try:
                     value = prepare()
@@ -306,7 +312,8 @@ class Membership:
         before = self._is_inside, self._is_repeatable
         if not self._is_inside:
             refuse_calls("")
-        self._is_inside, self._is_repeatable = True, is_repeatable
+        self._is_inside = True
+        self._is_repeatable = is_repeatable
 
         def leave() -> None:
             self._is_inside, self._is_repeatable = before
@@ -552,7 +559,8 @@ def _giving_up_on_death(watched: select.poll, keys: Store) -> Iterator[None]:
     Raises:
         _RoundFailed: A member died.
     """
-    has_died, wake = threading.Event(), os.eventfd(0)
+    has_died = threading.Event()
+    wake = os.eventfd(0)
     watched.register(wake, select.POLLIN)
 
     def watch() -> None:

@@ -78,7 +78,8 @@ class Newcomers:
             outcome: How it ended.
             is_failure: Whether every further one would fail like it.
         """
-        is_ready, how = self.remove(member), describe_end(outcome)
+        is_ready = self.remove(member)
+        how = describe_end(outcome)
         self._deaths += MAX_DEATHS if is_failure else not is_ready
         what = f"member {member} {how} before it joined the others"
         if is_failure:

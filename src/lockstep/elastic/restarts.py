@@ -110,7 +110,8 @@ class StateFolder:
         self.transferred: Path | None = None
         self.writers: list[int] = []
         self._run, self._number, self._written = run, 0, self.path / "none"
-        self._known, self._fruitless = self._list_states(), 0
+        self._known = self._list_states()
+        self._fruitless = 0
 
     def begin_transfer(self) -> Path:
         """Return a new folder into which survivors write their state."""
@@ -122,18 +123,21 @@ class StateFolder:
 
     def complete_transfer(self, writers: list[int]) -> None:
         """Take what these members have written as the state that was handed over."""
-        self.transferred, self.writers = self._written, writers
+        self.transferred = self._written
+        self.writers = writers
 
     def discard(self) -> None:
         """Remove the state that was handed over, once it was read or is given up."""
         shutil.rmtree(self._written, ignore_errors=True)
-        self.transferred, self.writers = None, []
+        self.transferred = None
+        self.writers = []
 
     def count_fruitless(self) -> int:
         """Return how often in a row this was called and found no new state to continue from."""
         states = self._list_states()
         is_further = bool(states) and states != self._known
-        self._fruitless, self._known = 1 if is_further else self._fruitless + 1, states
+        self._fruitless = 1 if is_further else self._fruitless + 1
+        self._known = states
         return self._fruitless
 
     def _list_states(self) -> set[str]:
@@ -197,7 +201,8 @@ class StateTransfer:
         self, plan: RestartTransfer, folder: Path, send: Callable[[int, dict[str, Any]], None]
     ) -> None:
         self.folder = folder
-        self._plan, self._send = plan, send
+        self._plan = plan
+        self._send = send
         self._deadline = time.monotonic() + WRITE_TIMEOUT
         self._writing: dict[int, int] = {}  # for each part, the member that writes it
         self._written: set[int] = set()

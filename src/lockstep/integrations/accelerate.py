@@ -87,7 +87,9 @@ class ExactAccelerator(Accelerator):
             )
         # Otherwise a scheduler would count the micro-batches of this rank.
         self.gradient_state.plugin_kwargs["adjust_scheduler"] = False
-        self.microbatches, self.seed, self.audit = microbatches, seed, audit
+        self.microbatches = microbatches
+        self.seed = seed
+        self.audit = audit
         self._handles: list[tuple[Any, Exact]] = []
         self._training: TrainingLoader | None = None
         self._evaluated: EvaluatedBatches | None = None  # what the loop iterates over
@@ -238,7 +240,8 @@ class ExactAccelerator(Accelerator):
     @contextmanager
     def evaluating(self, batches: EvaluatedBatches) -> Iterator[None]:
         """Let `gather_for_metrics` take the samples of an evaluation in the body."""
-        outer, self._evaluated = self._evaluated, batches
+        outer = self._evaluated
+        self._evaluated = batches
         try:
             with evaluating(self.device):
                 yield
@@ -326,7 +329,8 @@ class TrainingLoader(DataLoaderStateMixin):
     def __init__(
         self, accelerator: ExactAccelerator, loader: DataLoader[Any], device: torch.device | None
     ) -> None:
-        self._accelerator, self._device = accelerator, device
+        self._accelerator = accelerator
+        self._device = device
         self._loader = MicrobatchLoader(
             "ExactAccelerator", loader, accelerator.microbatches, accelerator.seed
         )
@@ -378,7 +382,8 @@ class EvaluatedBatches(DataLoaderStateMixin):
     def __init__(
         self, accelerator: ExactAccelerator, loader: DataLoader[Any], device: torch.device | None
     ) -> None:
-        self._accelerator, self._device = accelerator, device
+        self._accelerator = accelerator
+        self._device = device
         self._loader = EvaluationLoader(
             "ExactAccelerator", loader, accelerator.seed, accelerator.device
         )

@@ -62,8 +62,12 @@ class EvaluatedResults:
         name: str,
         state: Any,
     ) -> None:
-        self._loader, self._compute, self._name, self._state = loader, compute, name, state
-        self.dataset, self.batch_size = loader.dataset, loader.batch_size
+        self._loader = loader
+        self._compute = compute
+        self._name = name
+        self._state = state
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size
         self.results = Results(0, None, None, None, None)
         self.samples = 0
         self.end_of_dataloader = False

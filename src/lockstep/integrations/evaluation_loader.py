@@ -101,7 +101,9 @@ class EvaluationLoader:
         is_contiguous: bool = False,
         is_divided: bool = True,
     ) -> None:
-        self._loader, self._seed, self._device = loader, seed, device
+        self._loader = loader
+        self._seed = seed
+        self._device = device
         self._place = find_place() if is_divided else (0, 1)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._takes_turns = self._is_stream or not is_contiguous

@@ -54,7 +54,8 @@ class _Attached:
     """The wrapper and the handle of a module, which later calls of `fit` use again."""
 
     def __init__(self, wrapper: DistributedDataParallel, handle: Exact) -> None:
-        self.wrapper, self.handle = wrapper, handle
+        self.wrapper = wrapper
+        self.handle = handle
 
     def __deepcopy__(self, memo: Any) -> None:
         """Return nothing: a copy of the module is another module."""
@@ -90,7 +91,8 @@ class ExactStrategy(DDPStrategy):
             if options.get(name) is not None:
                 raise UsageError(f"ExactStrategy adds gradients itself: leave out {name}")
         super().__init__(**options)
-        self.microbatches, self.seed = microbatches, seed
+        self.microbatches = microbatches
+        self.seed = seed
         self.divide_evaluation = divide_evaluation
         self._position: Mapping[str, Any] | None = None  # from a checkpoint
         self._shuffles: bool | None = None  # whether Lightning would pass distributed samplers

@@ -98,7 +98,8 @@ class LoggedValues(_ResultCollection):
     @contextmanager
     def recording(self, batch: Any) -> Iterator[None]:
         """Record what is logged in the body, which computes a micro-batch."""
-        self.batch, self.batch_size = batch, None
+        self.batch = batch
+        self.batch_size = None
         if self._is_divided and self._recorded is None:
             self._recorded = {}
         yield
@@ -150,7 +151,8 @@ class LoggedValues(_ResultCollection):
         Raises:
             UsageError: Manual optimization makes other steps on another rank.
         """
-        recorded, self._recorded = self._recorded or {}, None
+        recorded = self._recorded or {}
+        self._recorded = None
         sums = compute_partial_sums(parts)
         gather = find_gather()
         if gather is not None and self._is_divided:

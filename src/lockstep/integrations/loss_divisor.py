@@ -81,8 +81,11 @@ class LossDivisor:
         declared: bool | None,
         tolerance: float,
     ) -> None:
-        self._owner, self._compute, self._model = owner, compute, model
-        self._is_known, self._tolerance = is_known, tolerance
+        self._owner = owner
+        self._compute = compute
+        self._model = model
+        self._is_known = is_known
+        self._tolerance = tolerance
         kinds = ["labels", "samples", "predictions"]
         if shifts_labels:
             kinds = ["predictions", "labels", "samples"]
@@ -132,7 +135,8 @@ class LossDivisor:
     def _count(self, inputs: Any) -> dict[str, int]:
         counts = {"samples": count_samples(inputs)}
         given = inputs if isinstance(inputs, Mapping) else {}
-        labels, shifted = given.get("labels"), given.get("shift_labels")
+        labels = given.get("labels")
+        shifted = given.get("shift_labels")
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
             counts["labels"] = int(labels.ne(IGNORED).sum())
             if shifted is not None:

@@ -58,7 +58,8 @@ class ManualSteps:
             patch(optimizer, "step", partial(self._note_step, number, optimizer.step))
             patch(optimizer, "zero_grad", partial(self._note_zero_grad, number))
         for number, config in enumerate(self._module.trainer.lr_scheduler_configs):
-            name, step = f"scheduler {number}", config.scheduler.step
+            name = f"scheduler {number}"
+            step = config.scheduler.step
             patch(config.scheduler, "step", partial(self._note, name, step))
         clip = self._module.clip_gradients
         patch(self._module, "clip_gradients", partial(self._note, "clipping", clip))

@@ -267,7 +267,8 @@ class StreamedBatches:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, unless it is resumed."""
         if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
+            self.epoch = epoch
+            self.start = 0
 
     def __len__(self) -> int:
         """Return the number of batches; TypeError if it is unknown."""
@@ -275,7 +276,9 @@ class StreamedBatches:
 
     def __iter__(self) -> Iterator[Microbatches]:
         """Yield the micro-batches of this rank, a list for each batch."""
-        batches, epoch, start = self._open(), self.epoch, self.start
+        batches = self._open()
+        epoch = self.epoch
+        start = self.start
         self.start = 0
         batches.load_state_dict({**batches.state_dict(), "position": start})
         for consumer in self._consumers:

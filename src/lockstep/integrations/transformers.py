@@ -83,7 +83,8 @@ class ExactTrainer(Trainer):
         self, *args: Any, microbatches: int = 8, audit: AuditConfig | bool = True, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.microbatches, self.audit = microbatches, audit
+        self.microbatches = microbatches
+        self.audit = audit
         self.exact: Exact | None = None
         self._reject()
         self.add_callback(_PositionCallback(self))
@@ -378,7 +379,8 @@ class _Batches(IterableDataset[Any]):
     """
 
     def __init__(self, loader: MicrobatchLoader, epoch: int) -> None:
-        self.loader, self._epoch = loader, epoch
+        self.loader = loader
+        self._epoch = epoch
         self.discarded = 0
         try:
             length = len(loader)
@@ -389,8 +391,10 @@ class _Batches(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Microbatches]:
         """Yield the lists of micro-batches of one epoch."""
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        discarded, self.discarded = self.discarded, 0
+        epoch = self._epoch
+        self._epoch = self._epoch + 1
+        discarded = self.discarded
+        self.discarded = 0
         yield from [Microbatches()] * discarded
         self.loader.set_epoch(epoch)
         yield from self.loader

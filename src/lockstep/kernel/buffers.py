@@ -51,7 +51,9 @@ BufferHash = str
 
 UNCHANGED = ""  # the results equal the buffer at the start of the step
 DIVERGED = "differ"  # micro-batches of the same rank, or of two ranks, have different results
-SUM, LAST = "+", ">"  # changed, and merged by this rule
+# changed, and merged by this rule
+SUM = "+"
+LAST = ">"
 EQUAL = "="  # the first character of a hash of results that must be equal
 REFUSED = "!"  # the results cannot be merged
 MARKS = {"sum": SUM, "last": LAST}

@@ -69,4 +69,5 @@ class LossScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned."""
-        self.value, self.finite_steps = state["value"], state["finite_steps"]
+        self.value = state["value"]
+        self.finite_steps = state["finite_steps"]

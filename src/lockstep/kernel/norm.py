@@ -85,12 +85,14 @@ def compute_squares(
         if norms_of_all is None:
             norms_of_all = _read(_compute_short_norms([*map(in_memory_order, gradients)]))
         return [norm * norm for norm in norms_of_all]
-    lowest, highest = whole * part // parts, whole * (part + 1) // parts
+    lowest = whole * part // parts
+    highest = whole * (part + 1) // parts
     norms: list[torch.Tensor] = []  # read at once: each read waits for an accelerator
     short: list[torch.Tensor] = []  # gradients of one block, whose norms one call computes
     begin = 0
     for gradient, count in zip(gradients, counts, strict=True):
-        first, last = max(lowest - begin, 0), min(highest - begin, count)
+        first = max(lowest - begin, 0)
+        last = min(highest - begin, count)
         if first < last:
             vector = in_memory_order(gradient)
             if count == 1 and (not short or short[0].dtype == vector.dtype):

@@ -220,12 +220,14 @@ def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, A
     batch = step.label.batch if parallel.replicas * parallel.stages > 1 else ""
     if failure is not None and step.is_stopped:
         return RankStatus(failure=failure, batch=batch, hooks=dict(values))
-    results, skipped = [*map(_read_result, step.computed)], []
+    results = [*map(_read_result, step.computed)]
+    skipped = []
     assert step.batch is not None
     if results and len(results) < len(step.batch.microbatches):
         known = {result.leaf for result in results}
         skipped = [part.index for part in step.batch.microbatches if part.index not in known]
-    reports, masks = list[BufferReport](), list[str]()
+    reports = list[BufferReport]()
+    masks = list[str]()
     for gradients, buffers in parts:
         reports.append(buffers.hash_results(is_alone=parallel.replicas == 1))
         masks.append(gradients.used_parameter_mask())
@@ -243,7 +245,9 @@ def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, A
 
 def _read_result(computed: ComputedMicrobatch) -> MicrobatchResult:
     """Return the results of a micro-batch as numbers; waits for the device."""
-    microbatch, given, loss = computed.microbatch, computed.metrics, 0.0
+    microbatch = computed.microbatch
+    given = computed.metrics
+    loss = 0.0
     for part in computed.losses:
         loss += float(part)
     metrics = {}
@@ -255,7 +259,9 @@ def _read_result(computed: ComputedMicrobatch) -> MicrobatchResult:
 
 def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSummary:
     """Return the summary of the status of this rank, for a batch of `leaves` micro-batches."""
-    results, rank, position = status.microbatches, parallel.rank, str(parallel.position)
+    results = status.microbatches
+    rank = parallel.rank
+    position = str(parallel.position)
     ranks = parallel.replicas * parallel.stages
     losses = [(leaf, loss) for leaf, _, _, loss, _ in results]
     lost = [NonFiniteLoss(leaf, rank, loss) for leaf, loss in losses if not math.isfinite(loss)]

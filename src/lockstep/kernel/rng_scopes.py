@@ -120,7 +120,8 @@ def make_seed_hook(scopes: RngScopes, scope: int, before: int | None) -> Callabl
     def seed() -> None:
         if (now := scopes._now) is None:
             return
-        states, call = now.states.setdefault(scope, []), before
+        states = now.states.setdefault(scope, [])
+        call = before
         if states or torch._C._current_graph_task_id() != NO_BACKWARD:
             call += scopes._call_number(states)
         else:  # the first call needs no state: a repetition that matches none repeats it
@@ -161,7 +162,8 @@ class RngScopes:
     ) -> None:
         self.modules = list(modules)
         # The first parts of a key, as `pack_key` returns them.
-        self._pack_prefix, self._announce = partial(struct.pack, "<3q", seed), announce
+        self._pack_prefix = partial(struct.pack, "<3q", seed)
+        self._announce = announce
         self._generators = [*torch_generators(device).values()]
         self._accelerators = self._generators[1:]
         self._seeder = seeder or PlainSeeder()
@@ -248,7 +250,8 @@ class RngScopes:
 
     def pause(self) -> ScopeCalls | None:
         """Return the calls of the current micro-batch so far, so that another one can start."""
-        calls, self._now = self._now, None
+        calls = self._now
+        self._now = None
         return calls
 
     def resume(self, calls: ScopeCalls | None) -> None:

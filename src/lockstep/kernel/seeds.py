@@ -151,7 +151,8 @@ def _find_numpy() -> Any:
 
 def remember_others() -> Callable[[], None]:
     """Return a function that restores the present states of Python's and numpy's generators."""
-    state, restore_numpy = random.getstate(), remember_numpy()
+    state = random.getstate()
+    restore_numpy = remember_numpy()
 
     def restore() -> None:
         random.setstate(state)

@@ -87,7 +87,8 @@ def weight_of(loss: Any) -> Weight | None:
         return None
     if loss.weight is None and loss.ignore_index == -100:
         return None
-    ignored, class_weights = loss.ignore_index, loss.weight
+    ignored = loss.ignore_index
+    class_weights = loss.weight
 
     def weight(part: Any) -> float:
         targets = part[-1]
@@ -132,7 +133,8 @@ def keyed(scopes: Sequence[Callable[..., Any]], prefix: tuple[int, int, int]) ->
             number = distinct.index(scope)
             seed(number, calls[number])
             calls[number] += 1
-            values, named = (scope(*values, **named),), {}
+            values = (scope(*values, **named),)
+            named = {}
         seed(len(distinct), calls[0] - 1)  # of the loss
         return values[0]
 
@@ -153,7 +155,8 @@ def tree(values: Sequence[Any]) -> Any:
     if len(values) == 1:
         return values[0]
     mid = 1 << ((len(values) - 1).bit_length() - 1)
-    left, right = tree(values[:mid]), tree(values[mid:])
+    left = tree(values[:mid])
+    right = tree(values[mid:])
     return right if left is None else left if right is None else coalesced(left + right)
 
 
@@ -258,7 +261,8 @@ def train(
         after_step: Called with each step's loss, and whether its gradients overflowed float16, so
             that the step was skipped: a schedule, an average.
     """
-    updating, losses = optimizer(model.parameters()), []
+    updating = optimizer(model.parameters())
+    losses = []
     scale = 65536.0 if precision == torch.float16 else 1.0
     scopes = scopes or scopes_of(model)
     modules = nn.ModuleList([model, loss] if isinstance(loss, nn.Module) else [model])
@@ -266,7 +270,8 @@ def train(
     for step, batch in enumerate(batches):
         samples = length(batch)
         spans = cut(samples, min(microbatches, samples))  # rule 1
-        parts, sizes = [part_of(batch, span) for span in spans], [len(span) for span in spans]
+        parts = [part_of(batch, span) for span in spans]
+        sizes = [len(span) for span in spans]
         gradients: list[list[Any]] = []
         results: list[dict[str, Any]] = []
         values: list[float] = []
@@ -328,8 +333,10 @@ def evaluate(
     precision: torch.dtype | None = None,
 ) -> float:
     """Return the mean loss over all samples, or their sum where the loss is one."""
-    scopes, weight = scopes or scopes_of(model), weight or weight_of(loss)
-    terms, weights = [], []
+    scopes = scopes or scopes_of(model)
+    weight = weight or weight_of(loss)
+    terms = []
+    weights = []
     modules = nn.ModuleList([model, loss] if isinstance(loss, nn.Module) else [model])
     start = copy.deepcopy(dict(modules.named_buffers()))
     modes = {module: module.training for module in model.modules()}
@@ -362,7 +369,8 @@ def epoch(
     sampler: Iterable[int] | None = None,
 ) -> list[Any]:
     """Return the global batches of epoch `number`: each sample loaded under its own key."""
-    samples, drawn = [], dict[int, int]()
+    samples = []
+    drawn = dict[int, int]()
     if isinstance(dataset, IterableDataset):
         seed_generators(key(seed, number))
         stream = iter(dataset)

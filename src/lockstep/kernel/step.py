@@ -107,12 +107,14 @@ class OptimizerStep:
         """Compute (1) in the body; after an exception, restore buffers and gradients."""
         active = find_active(self.hooks, step.number)
         if active != self._active:
-            self._active, self._overriding = active, defaultdict(list)
+            self._active = active
+            self._overriding = defaultdict(list)
             for hook in active:
                 for event in hook.events:
                     self._overriding[event].append(hook)
         step.times.begun = time.perf_counter()
-        outer, inner = list[Any](), list[Any]()
+        outer = list[Any]()
+        inner = list[Any]()
         for hook in self._overriding["begin"]:
             if (context := hook.begin(step, batch)) is not None:
                 (outer if hook.is_outermost else inner).append(context)
@@ -294,7 +296,8 @@ class OptimizerStep:
 
         The norm is only non-finite if a smaller loss scale can be tried, here or by the script.
         """
-        scale, shared = self.parallel.loss_scale, self.optimization.shared
+        scale = self.parallel.loss_scale
+        shared = self.optimization.shared
         parameters = self.executor.parameters
         present = _stored_gradients(parameters) if shared is None else shared.local_gradients()
         if scale is not None:
@@ -310,10 +313,13 @@ class OptimizerStep:
 
     def _compute_norm(self, step: StepContext, present: Sequence[torch.Tensor]) -> float:
         """Return the norm of the whole gradient, of which this rank has the tensors `present`."""
-        replica, replicas = self.parallel.replica, self.parallel.replicas
-        owners, counted = self.executor.owned_parameters, present
+        replica = self.parallel.replica
+        replicas = self.parallel.replicas
+        owners = self.executor.owned_parameters
+        counted = present
         if self.optimization.shared is not None:
-            replica, replicas = 0, 1
+            replica = 0
+            replicas = 1
         elif owners is not self.executor.parameters:  # stages
             counted = _stored_gradients(owners)
         elif sum([gradient.numel() for gradient in present]) < gradient_norm.SHARED_ELEMENTS:

@@ -97,7 +97,8 @@ class Attempt:
 
     def fail(self, error: BaseException) -> None:
         """Note that this attempt raised `error`."""
-        kind, first = type(error).__name__, (str(error).splitlines() or [""])[0]
+        kind = type(error).__name__
+        first = (str(error).splitlines() or [""])[0]
         self.failure = f"attempt {self.number}, at step {self.step}, raised {kind}: {first}"
 
     def __str__(self) -> str:
@@ -292,7 +293,8 @@ class StepContext:
     def label(self) -> StepLabel:
         """The label that must be the same on all ranks; available once the batch is known."""
         assert self.batch is not None, "the step has no batch yet"
-        batch, attempt = self.batch, self.attempt
+        batch = self.batch
+        attempt = self.attempt
         about = f"{attempt}, with a batch of {batch.size} samples in {batch.leaves} micro-batches"
         if (scale := self.parallel.loss_scale) is not None:
             about += f" and a loss scale of {scale.value:g}"

@@ -44,7 +44,8 @@ def _parents(leaves: int) -> dict[Node, tuple[Node, Node]]:
         lo, hi = node = pending.pop()
         if hi - lo < 2:
             continue
-        left, right = (lo, split(lo, hi)), (split(lo, hi), hi)
+        left = (lo, split(lo, hi))
+        right = (split(lo, hi), hi)
         parents[left], parents[right] = (right, node), (left, node)
         pending += [left, right]
     return parents
@@ -57,7 +58,8 @@ def left_siblings(node: Node, leaves: int) -> list[tuple[Node, Node]]:
     Returns:
         The left sibling and its parent of each addition, innermost first.
     """
-    parents, pairs = _parents(leaves), []
+    parents = _parents(leaves)
+    pairs = []
     while node in parents and parents[node][0] < node:
         pairs.append(parents[node])
         node = parents[node][1]

@@ -140,7 +140,8 @@ def _key() -> str:
 @contextlib.contextmanager
 def _fixed_settings() -> Iterator[None]:
     """Set what a program may have set otherwise: threads, gradients, autocast, oneDNN."""
-    threads, has_onednn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
+    threads = torch.get_num_threads()
+    has_onednn = torch._C._get_mkldnn_enabled()
     torch.set_num_threads(1)
     torch._C._set_mkldnn_enabled(True)
     try:

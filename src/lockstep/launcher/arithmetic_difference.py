@@ -29,7 +29,8 @@ def name_differences(a: str, b: str) -> str:
 
 def find_differences(a: str, b: str) -> list[str]:
     """Return the names of the families in which two fingerprints differ."""
-    ours, theirs = parse(a), parse(b)
+    ours = parse(a)
+    theirs = parse(b)
     return [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
 
 

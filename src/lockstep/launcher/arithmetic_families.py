@@ -39,7 +39,9 @@ def make_values(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) 
 
 def _multiply(dtype: torch.dtype) -> Results:
     of = functools.partial(make_values, dtype=dtype)
-    a, b, long = of(96, 130), of(130, 70, seed=7), of(1100, 24)
+    a = of(96, 130)
+    b = of(130, 70, seed=7)
+    long = of(1100, 24)
     yield a @ b
     yield a.T @ of(96, 70)
     yield of(96, 70) @ b.T
@@ -81,7 +83,8 @@ def _attend(dtype: torch.dtype) -> Results:
 
 
 def _normalize_exponentials(dtype: torch.dtype) -> Results:
-    x, gradient = make_values(16, 201, dtype=dtype), make_values(16, 201, seed=5, dtype=dtype)
+    x = make_values(16, 201, dtype=dtype)
+    gradient = make_values(16, 201, seed=5, dtype=dtype)
     for dim in (0, 1):
         y = torch.softmax(x, dim)
         yield y
@@ -92,7 +95,8 @@ def _normalize_exponentials(dtype: torch.dtype) -> Results:
 
 
 def _apply_functions(dtype: torch.dtype, count: int = 512) -> Results:
-    x, gradient = make_values(count, dtype=dtype), make_values(count, seed=5, dtype=dtype)
+    x = make_values(count, dtype=dtype)
+    gradient = make_values(count, seed=5, dtype=dtype)
     inside = (x / 4 + 0.5).clamp(0.01, 0.99)  # of the domain of every function
     for name in FUNCTIONS:
         yield getattr(torch, name)(inside)
@@ -113,8 +117,10 @@ def _apply_functions(dtype: torch.dtype, count: int = 512) -> Results:
 
 
 def _normalize(dtype: torch.dtype) -> Results:
-    x, gradient = make_values(6, 12, 35, dtype=dtype), make_values(6, 12, 35, seed=5, dtype=dtype)
-    weight, bias = make_values(12, dtype=dtype), make_values(12, seed=3, dtype=dtype)
+    x = make_values(6, 12, 35, dtype=dtype)
+    gradient = make_values(6, 12, 35, seed=5, dtype=dtype)
+    weight = make_values(12, dtype=dtype)
+    bias = make_values(12, seed=3, dtype=dtype)
     batch = aten.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
     yield from batch
     yield from aten.native_batch_norm_backward(
@@ -125,7 +131,8 @@ def _normalize(dtype: torch.dtype) -> Results:
     yield from aten.native_group_norm_backward(
         gradient, x, *groups[1:], weight, 6, 12, 35, 3, [True] * 3
     )
-    rows, of_rows = x.reshape(210, 12), gradient.reshape(210, 12)
+    rows = x.reshape(210, 12)
+    of_rows = gradient.reshape(210, 12)
     layers = aten.native_layer_norm(rows, [12], weight, bias, 1e-5)
     yield from layers
     yield from aten.native_layer_norm_backward(

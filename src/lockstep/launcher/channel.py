@@ -125,7 +125,9 @@ def write_memfd(content: bytes) -> int:
 def read_memfd(descriptor: int) -> bytes:
     """Return the whole content of an anonymous file and close the descriptor."""
     with open(descriptor, "rb", buffering=0) as file:
-        size, pieces, offset = os.fstat(descriptor).st_size, [], 0
+        size = os.fstat(descriptor).st_size
+        pieces = []
+        offset = 0
         while offset < size:
             # pread: the receivers share one file position.
             pieces.append(os.pread(file.fileno(), size - offset, offset))

@@ -43,8 +43,11 @@ STORE = "LOCKSTEP_STORE"
 #     JOIN       1 if the process joins others that are already running
 #     ROUND      why the process replaces others, as JSON
 #     HANDOVER   folder with the state that the surviving processes wrote
-ELASTIC, MEMBER = "LOCKSTEP_ELASTIC", "LOCKSTEP_MEMBER"
-JOIN, ROUND, HANDOVER = "LOCKSTEP_JOIN", "LOCKSTEP_ROUND", "LOCKSTEP_HANDOVER"
+ELASTIC = "LOCKSTEP_ELASTIC"
+MEMBER = "LOCKSTEP_MEMBER"
+JOIN = "LOCKSTEP_JOIN"
+ROUND = "LOCKSTEP_ROUND"
+HANDOVER = "LOCKSTEP_HANDOVER"
 OF_ELASTIC = (ELASTIC, MEMBER, JOIN, ROUND, HANDOVER)
 
 
@@ -213,7 +216,8 @@ def _read(names: VariableNames, environ: Mapping[str, str]) -> RankInfo:
     if world_size > 1 or None not in given:
         location = _locate_store(names, given, is_single_host, environ)
     addr, port = location or (None, None)
-    local_rank, host = local["local_rank"], local["host"]
+    local_rank = local["local_rank"]
+    host = local["host"]
     return RankInfo(
         rank=rank,
         world_size=world_size,

@@ -139,7 +139,8 @@ def find_early_exit(outcomes: Iterable[Outcome]) -> RankError | None:
     waiting = [outcome for outcome in outcomes if returned & set(outcome.waiting_for)]
     if not waiting:
         return None
-    gone, noun = sorted(returned & set(waiting[0].waiting_for)), waiting[0].noun
+    gone = sorted(returned & set(waiting[0].waiting_for))
+    noun = waiting[0].noun
     error = RankError(
         f"{format_numbered(noun, gone)} returned without joining the world, while "
         f"{format_numbered(noun, [outcome.rank for outcome in waiting])} waited in "
@@ -156,7 +157,8 @@ def make_rank_error(outcomes: Iterable[Outcome]) -> RankError | None:
     if failure is None:
         return find_early_exit(outcomes)
     error = RankError(_describe_early_return(outcomes, failure) or _describe_failure(failure))
-    error.rank, error.status = failure.rank, failure.status
+    error.rank = failure.rank
+    error.status = failure.status
     error.exception = None if failure.error is None else failure.error["type"]
     if failure.error is not None and failure.error["traceback"]:
         error.add_note(f"{failure.name}:\n{failure.error['traceback'].rstrip()}")

@@ -179,7 +179,8 @@ class Server:
             try:
                 pid = os.fork()
             except OSError as error:  # too many processes, or no memory
-                pid, reason = -1, error.strerror
+                pid = -1
+                reason = error.strerror
         if pid < 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             failed = {"kind": "failed", "rank": message["rank"], "reason": reason}

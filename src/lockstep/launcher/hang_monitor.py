@@ -330,7 +330,9 @@ class HangMonitor:
         probes: Probes,
         policy: HangPolicy | None = None,
     ) -> None:
-        self._list_outcomes, self._pids, self._probes = list_outcomes, pids, probes
+        self._list_outcomes = list_outcomes
+        self._pids = pids
+        self._probes = probes
         self._policy = policy or HangPolicy()
         now = time.monotonic()
         self._next_remark = now + REMARK_INTERVAL
@@ -357,7 +359,8 @@ class HangMonitor:
             return None
         self._next_view = now + min(timeout / PAGE_INTERVALS, MAX_PAGE_INTERVAL)
         self.sample()
-        before, hang = self._hang, self._find_hang(self._view(), timeout)
+        before = self._hang
+        hang = self._find_hang(self._view(), timeout)
         error = None
         if hang is not None and (before is None or hang.identity != before.identity):
             snapshots, stacks = self._locate_all()
@@ -384,7 +387,8 @@ class HangMonitor:
         for rank in self._running():
             if rank not in self._remarked and self._probes.is_stopped(rank):
                 self._remarked.add(rank)
-                pid, name = self._pids[rank], self._list_outcomes()[rank].name
+                pid = self._pids[rank]
+                name = self._list_outcomes()[rank].name
                 log(f"{name} (process {pid}) is stopped; continue it with kill -CONT {pid}")
 
     def _running(self) -> list[int]:

@@ -54,7 +54,8 @@ def launch_in_this_process() -> Iterator[None]:
     script in a process that already is one of its ranks.
     """
     global _calls_in_this_process, _launches
-    _calls_in_this_process, _launches = True, itertools.count()
+    _calls_in_this_process = True
+    _launches = itertools.count()
     set_launch_number(None)
     try:
         yield
@@ -252,7 +253,8 @@ def start(
     pickled = _pickle(fn, args)
     server = get_fork_server()
     ranks = RankSupervisor(server.open_launch(), range(nprocs))
-    port, store = choose_port(LOOPBACK), ranks.stores.create()
+    port = choose_port(LOOPBACK)
+    store = ranks.stores.create()
     environment = RankEnvironment(nprocs, LOOPBACK, port, secrets.token_hex(4), store=store)
     number = next(_launches)
     work = write_memfd(pickled)
@@ -337,6 +339,7 @@ def _values(ranks: RankSupervisor) -> list[Any]:
         error = RankError(
             f"{format_numbered('rank', silent)} exited with status 0 before its function returned"
         )
-        error.rank, error.status = silent[0], 0
+        error.rank = silent[0]
+        error.status = 0
         raise error
     return [pickle.loads(ranks.values[rank]) for rank in ranks.outcomes]

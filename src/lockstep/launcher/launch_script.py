@@ -83,7 +83,8 @@ class Interrupted(SystemExit):
     has_stopped = False
 
     def __init__(self, number: int) -> None:
-        self.number, self.exit_status = number, 128 + number
+        self.number = number
+        self.exit_status = 128 + number
         super().__init__(self.exit_status)
 
 
@@ -290,7 +291,8 @@ def open_supervisor(config: LaunchConfig, ranks: range) -> RankSupervisor:
 
 def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
     """Serve the ranks' stores; return the variables that tell this host's ranks where they are."""
-    port, is_single_host = config.master_port, config.nnodes == 1
+    port = config.master_port
+    is_single_host = config.nnodes == 1
     if is_single_host:
         port = choose_port(config.master_addr, port)
     elif config.node_rank == 0:
@@ -415,7 +417,8 @@ def _show_failure(ranks: RankSupervisor, error: RankError) -> RankError:
         sentence = str(error)
         _show_last_lines(ranks, failure.rank)
     complete = RankError(f"{sentence}{_describe_log(ranks, failure.rank, same)}")
-    complete.rank, complete.status = error.rank, error.status
+    complete.rank = error.rank
+    complete.status = error.status
     return complete
 
 

@@ -42,9 +42,11 @@ def parse_endpoint(text: str, option: str = "--rdzv-endpoint") -> tuple[str, int
         UsageError: The port is not a number; the message names `option`.
     """
     if match := re.fullmatch(r"\[([^\]]*)\](?::(\d*))?", text):
-        address, port = match[1], match[2]
+        address = match[1]
+        port = match[2]
     elif text.count(":") > 1:
-        address, port = text, ""
+        address = text
+        port = ""
     else:
         address, _, port = text.partition(":")
     if port and not port.isdigit():
@@ -118,7 +120,8 @@ def find_obstacle(listening: socket.socket) -> str:
 
     A TCPStore connects to itself first, and repeats that for minutes if it fails.
     """
-    host, port = get_connectable_address(listening), listening.getsockname()[1]
+    host = get_connectable_address(listening)
+    port = listening.getsockname()[1]
     try:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
     except OSError as error:

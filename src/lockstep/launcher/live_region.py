@@ -40,7 +40,8 @@ class LiveRegion:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._console = stream, Console(file=stream, highlight=False)
+        self._stream = stream
+        self._console = Console(file=stream, highlight=False)
         self._height = 0
         self._owner = os.getpid() if is_terminal(stream) else 0  # the process that draws
         self.is_line_open = False
@@ -113,7 +114,8 @@ class OutputAbove:
     """A stream of the program, of text or of bytes, whose output appears above the region."""
 
     def __init__(self, stream: Any, region: LiveRegion) -> None:
-        self._stream, self._region = stream, region
+        self._stream = stream
+        self._region = region
 
     def write(self, text: Any) -> int:
         """Erase the region and write the text to the stream."""

@@ -17,7 +17,9 @@ from collections.abc import Callable
 
 __all__ = ["keep_freed_memory", "release_freed_memory", "return_large_blocks"]
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+# malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 TRIM_THRESHOLD = 2**31 - 1  # bytes, the largest value that mallopt accepts
 MMAP_THRESHOLDS = (1 << 30, 32 << 20)  # bytes; older versions of glibc accept only the second
 

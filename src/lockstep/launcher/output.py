@@ -57,7 +57,8 @@ class LineSplitter:
             self._is_continued = False
         while len(rest) > MAX_LINE:
             lines.append(rest[:MAX_LINE])
-            rest, self._is_continued = rest[MAX_LINE:], True
+            rest = rest[MAX_LINE:]
+            self._is_continued = True
         if finished or b"\r" not in rest or not self._rest:
             self._since = now
         self._rest = rest
@@ -73,7 +74,8 @@ class LineSplitter:
 
     def take_rest(self) -> list[bytes]:
         """Return the unfinished line, such as at the end of the stream."""
-        line, self._rest = _visible(self._rest), b""
+        line = _visible(self._rest)
+        self._rest = b""
         self._is_continued = self._is_continued or bool(line)
         return [line] if line else []
 

@@ -28,7 +28,8 @@ class RankProbes:
     """
 
     def __init__(self, pids: Mapping[int, int], ask: Callable[[int], None]) -> None:
-        self._pids, self._ask = pids, ask
+        self._pids = pids
+        self._ask = ask
         self._stacks: dict[int, int] = {}
         self._activities: dict[int, int] = {}
 

@@ -189,7 +189,8 @@ def fail_at_exit(error: BaseException) -> None:
     Under Lockstep's launcher the error is reported then, as if it had been raised.
     """
     global _failure_at_exit, _failure_owner
-    _failure_at_exit, _failure_owner = error, os.getpid()
+    _failure_at_exit = error
+    _failure_owner = os.getpid()
 
 
 def take_failure_at_exit() -> BaseException | None:
@@ -324,9 +325,12 @@ def _path(message: Message) -> list[str]:
 def run_and_report(message: Message, report: Channel, work: int) -> int:
     """Run, send the value or the error to the launcher, and return the exit status."""
     global _report, _report_owner, _exit_code, _task
-    _report, _report_owner, _task = report, os.getpid(), message["task"]
+    _report = report
+    _report_owner = os.getpid()
+    _task = message["task"]
     set_launch_number(message.get("launch"))
-    stack, page = write_memfd(b""), write_memfd(bytes(PAGE_BYTES))
+    stack = write_memfd(b"")
+    page = write_memfd(bytes(PAGE_BYTES))
     dump_stack_on_signal(stack)  # before the launcher can ask: by default the signal kills
     print_stack_on_signal()
     report.send({"kind": "stack"}, [stack, page])

@@ -302,7 +302,8 @@ class RankProcesses:
                 outcome.waiting_for = tuple(message["ranks"])
             case "value":
                 self.values[rank] = read_memfd(descriptors[0])
-                outcome.returned, outcome.when = True, message["time"]
+                outcome.returned = True
+                outcome.when = message["time"]
             case "error":
                 outcome.error = message
                 if rank in self.outputs and not is_full():

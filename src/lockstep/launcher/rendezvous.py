@@ -110,7 +110,8 @@ def wait_for_ranks(rank_info: RankInfo, timeout: float) -> Store:
     # (torchrun's restarts fail because of that in 3 of 8 trials).
     ProcessState.worlds += 1
     if ProcessState.store is None or ProcessState.rank_info != rank_info:
-        ProcessState.store, ProcessState.rank_info = _open_store(rank_info, deadline), rank_info
+        ProcessState.store = _open_store(rank_info, deadline)
+        ProcessState.rank_info = rank_info
     # Processes that replace others count worlds anew.
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     world = f"{ProcessState.worlds}" if count == "0" else f"{count}/{ProcessState.worlds}"
@@ -161,7 +162,8 @@ def open_common_store(timeout: float) -> Store:
 
 def leave_store() -> None:
     """Announce at exit that this rank has left; the rank that serves waits for the others."""
-    store, rank_info = ProcessState.store, ProcessState.rank_info
+    store = ProcessState.store
+    rank_info = ProcessState.rank_info
     if store is None or rank_info is None or ProcessState.is_private:
         return
     if not _may_close_early(rank_info):
@@ -202,7 +204,8 @@ def _open_store(rank_info: RankInfo, deadline: float) -> Store:
     ProcessState.is_private = store is not None
     if store is not None:
         return store
-    address, port = rank_info.master_addr, rank_info.master_port
+    address = rank_info.master_addr
+    port = rank_info.master_port
     assert address is not None, "a world of several ranks has an address"
     assert port is not None, "a world of several ranks has a port"
     resolve_address(address)

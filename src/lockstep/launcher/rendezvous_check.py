@@ -46,7 +46,9 @@ __all__ = ["check_ranks", "get_host_identity", "number_hosts", "place_rank", "re
 
 ALL_HERE = "all here"
 CHECK_INTERVAL = 0.5  # seconds between two checks for missing ranks
-MIN_POLL, MAX_POLL = 0.001, 0.05  # seconds between two checks for completion
+# seconds between two checks for completion
+MIN_POLL = 0.001
+MAX_POLL = 0.05
 END_TIMEOUT = 5.0  # seconds that ranks on the host of the store wait for the others to read it
 RANKS_PER_CHECK = 128  # with more ranks each checks less often: one store serves all of them
 MAX_HOST_NAME = 255  # characters

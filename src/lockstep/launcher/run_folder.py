@@ -526,7 +526,8 @@ def _make_error(folder: str | os.PathLike[str], descriptor: int, timeout: float)
 
 def _is_held_by_ancestor(descriptor: int) -> bool:
     """Return whether a process that started this one holds the lock (Linux)."""
-    inode, pid = _inode(descriptor), os.getppid()
+    inode = _inode(descriptor)
+    pid = os.getppid()
     while pid > 0 and not _holds_lock(pid, inode):
         pid = int((read_stat(pid) or ["", "0"])[1])
     return pid > 0

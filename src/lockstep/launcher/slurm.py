@@ -23,7 +23,9 @@ __all__ = [
     "is_in_step",
 ]
 
-FIRST_PORT, PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
+# below the ports that Linux gives to outgoing connections
+FIRST_PORT = 20_000
+PORTS = 12_000
 # Slurm gives steps that srun did not start (batch script, interactive shell, extern) the
 # highest numbers: a shell inside an allocation has step variables, but is not a rank.
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0

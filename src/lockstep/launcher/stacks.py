@@ -62,7 +62,8 @@ def read_stacks(files: Mapping[int, int], is_starved: Callable[[int], bool]) -> 
     began = time.monotonic()
     sizes: dict[int, int] = {}
     while (waited := time.monotonic() - began) < STARVED_TIMEOUT:
-        before, sizes = sizes, {rank: os.fstat(file).st_size for rank, file in files.items()}
+        before = sizes
+        sizes = {rank: os.fstat(file).st_size for rank, file in files.items()}
         silent = [rank for rank, size in sizes.items() if size == 0]
         if sizes == before and not silent:
             break  # all have answered, and none is still writing

@@ -33,7 +33,8 @@ def check_target(kind: str, target: str) -> None:
 
 def _find_module(target: str) -> ModuleSpec:
     """Find a module, or a package's `__main__`, as an import does but without running code."""
-    folders, name = [os.getcwd(), *sys.path], ""
+    folders = [os.getcwd(), *sys.path]
+    name = ""
     for part in target.split("."):
         name = f"{name}.{part}" if name else part
         spec = PathFinder.find_spec(name, folders)

@@ -89,7 +89,9 @@ def _show_in_notebook(
     if is_full():
         shell.showtraceback((kind, error, frames), tb_offset=tb_offset)
         return
-    sys.last_type, sys.last_value, sys.last_traceback = kind, error, frames
+    sys.last_type = kind
+    sys.last_value = error
+    sys.last_traceback = frames
     while frames is not None and not is_user_code(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next  # IPython's
     shell._showtraceback(kind, error, "".join(_format(kind, error, frames)).splitlines())
@@ -130,7 +132,8 @@ def _select_frames(frames: traceback.StackSummary) -> traceback.StackSummary:
 
     Frames of torch.distributed count as Lockstep's.
     """
-    selected, is_inside = traceback.StackSummary(), False
+    selected = traceback.StackSummary()
+    is_inside = False
     for frame in frames:
         begins = frame.filename.startswith(PACKAGE) or COMMUNICATION in frame.filename
         is_inside = not is_user_code(frame.filename) and (is_inside or begins)

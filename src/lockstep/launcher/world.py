@@ -140,7 +140,8 @@ def init(
                 f"once, or call lockstep.shutdown() in between"
             )
         return _current
-    rank_info, store = read_rank_info(os.environ), None
+    rank_info = read_rank_info(os.environ)
+    store = None
     is_joining = bool(os.environ.get(JOIN))
     if not dist.is_initialized():
         comm.register()  # if torch has not called the entry point
@@ -179,7 +180,8 @@ def init(
         except BaseException:
             _unset_variables()
             raise
-    _current, _arguments = _describe_world(rank_info, chosen, is_joining), arguments
+    _current = _describe_world(rank_info, chosen, is_joining)
+    _arguments = arguments
     if is_elastic_on_hosts(os.environ) and _current.rank == 0 and not is_joining:
         # Those that join later cannot ask the others.
         report_to_launcher({"kind": "backend", "name": _current.backend})
@@ -231,7 +233,8 @@ def _agree_on_backend(store: Store, rank_info: RankInfo, is_requested: bool) -> 
     Raises:
         RendezvousError: It is missing, and the user has requested it; raised on every rank.
     """
-    missing, chosen = "lockstep/backend/missing", "lockstep/backend/chosen"
+    missing = "lockstep/backend/missing"
+    chosen = "lockstep/backend/chosen"
     reason = comm.reason_unavailable()
     if reason is not None:
         store.compare_set(missing, "", f"on host {socket.gethostname()}: {reason}")
@@ -393,7 +396,8 @@ def shutdown() -> None:
     close_all()
     if _current is not None and dist.is_initialized():
         dist.destroy_process_group()
-    _current, _arguments = None, ()
+    _current = None
+    _arguments = ()
     restore_kernels()
     _unset_variables()
 

@@ -33,7 +33,9 @@ from lockstep.sharded_tensors import is_sharded
 
 __all__ = ["broadcast_weights", "find_missing", "verify_across_ranks"]
 
-WITHOUT, WANTED, HELD = 0, 1, 2
+WITHOUT = 0
+WANTED = 1
+HELD = 2
 """The state of a tensor on a rank: not needed, needed but without memory, with memory."""
 
 TOPIC = "comparing settings"
@@ -73,7 +75,8 @@ def verify_across_ranks(
         )
     difference = find_difference(descriptions)
     if difference is not None and difference.entry == ARITHMETIC:
-        odd, other = difference.odd, difference.other
+        odd = difference.odd
+        other = difference.other
         ours, theirs = (descriptions[rank][ARITHMETIC] for rank in (odd, other))
         raise DisagreementError(
             f"rank {odd} ({processors[odd]}) computes {name_differences(ours, theirs)} "

@@ -94,7 +94,8 @@ class ActivationCheckpointing:
         if not torch.is_grad_enabled() or next(block.parameters(), None) is None:
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
-        restore, seen = remembered(self._device, everything=True), _take_snapshot(buffers, block)
+        restore = remembered(self._device, everything=True)
+        seen = _take_snapshot(buffers, block)
         calls = count()
 
         def run(*leaves: Any) -> Any:

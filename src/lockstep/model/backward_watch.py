@@ -52,7 +52,8 @@ class BackwardWatch:
         intercept_calls(model, watcher.before_forward, self._watch)
 
     def _watch(self, outputs: Any) -> None:
-        has_graph, tensors = False, list(output_tensors(outputs))
+        has_graph = False
+        tensors = list(output_tensors(outputs))
         for output in tensors:
             if output.requires_grad:
                 output.register_hook(self._begin)

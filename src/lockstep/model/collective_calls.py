@@ -100,7 +100,8 @@ def _check(guard: CollectiveCallGuard, name: str, frame: FrameType | None) -> No
         return
     while frame is not None and not frame.f_code.co_filename.startswith(LOCKSTEP):
         code = frame.f_code
-        frame_of_call, frame = frame, frame.f_back
+        frame_of_call = frame
+        frame = frame.f_back
         if code.co_name == "wrapper":  # a decorator of torch's, or of typing_extensions
             continue
         if code.co_filename.startswith(FSDP):

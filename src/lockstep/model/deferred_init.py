@@ -203,7 +203,8 @@ def initialize(
         UsageError: A module initializes parameters that have been sharded by now, or integers
             without a method.
     """
-    device, missing = torch.device(device), frozenset(missing)
+    device = torch.device(device)
+    missing = frozenset(missing)
     # Not the tensors, which are freed once their block is sharded.
     known = {id(tensor) for name, tensor in named_tensors(model).items() if name in missing}
     owners = {name.rpartition(".")[0] for name in missing}
@@ -438,7 +439,8 @@ def _give_memory(value: Any) -> Any:
     if not isinstance(value, Released):
         return value
     # Strides, too: they decide in which order numbers are drawn.
-    shape, strides = value.shape, value.stride()
+    shape = value.shape
+    strides = value.stride()
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.origin).zero_()
 
 

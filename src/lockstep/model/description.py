@@ -120,7 +120,8 @@ def describe(path: str, value: Any, within: Collection[int] = ()) -> Description
     if id(value) in within or not _has_parts(value):
         return {path: describe_value(value)}
     if isinstance(value, Mapping):
-        entries, members = {}, {f"[{key!r}]": member for key, member in value.items()}
+        entries = {}
+        members = {f"[{key!r}]": member for key, member in value.items()}
     elif isinstance(value, (list, tuple)):
         entries = {path: f"{type(value).__name__} of {len(value)}"}
         members = {f"[{number}]": member for number, member in enumerate(value)}
@@ -129,7 +130,8 @@ def describe(path: str, value: Any, within: Collection[int] = ()) -> Description
         members = {f".args[{number}]": argument for number, argument in enumerate(value.args)}
         members |= {f".{name}": argument for name, argument in value.keywords.items()}
     elif isinstance(value, FunctionType):
-        entries, members = {path: describe_value(value)}, _parts_of_function(value)
+        entries = {path: describe_value(value)}
+        members = _parts_of_function(value)
     else:
         entries = {path: describe_value(type(value))}
         # The numbers of hooks count all hooks of the process, so they may differ.

@@ -190,7 +190,8 @@ class Scoring:
 
     def compute(self, outputs: Any, data: Any, where: str) -> tuple[Any, dict[str, Any], Any]:
         """Return the loss, the metrics and the outputs."""
-        loss, metrics = self.parallel.loss, self._metrics
+        loss = self.parallel.loss
+        metrics = self._metrics
         if loss is None and (metrics or self._of_dataset) and not has_loss(outputs, where):
             missing = torch.tensor(math.nan)
             return missing, compute_metrics(metrics, outputs, data, where), outputs
@@ -256,7 +257,8 @@ class Scoring:
             StoppedError: The evaluation failed on a rank. Raised on every rank.
             LossError: The weights of all samples sum to 0.
         """
-        parallel, rows = self.parallel, self._rows
+        parallel = self.parallel
+        rows = self._rows
         mine: list[PartialSums] = [
             compute_partial_sums(row.weight for row in rows),
             compute_partial_sums(row.weight * row.loss for row in rows),

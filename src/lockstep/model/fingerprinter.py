@@ -67,7 +67,8 @@ class Fingerprinter(StepObserver):
     ) -> None:
         self.number = number
         self._with_backward = self.observes_microbatches = with_backward
-        self._model, self._has_whole_gradients = module, has_whole_gradients
+        self._model = module
+        self._has_whole_gradients = has_whole_gradients
         others = parallel.named_extra_modules()
         self._hooked = dict(hookable_modules(class_name(module), called, is_root=True))
         for name, extra in others.items():
@@ -141,7 +142,8 @@ class Fingerprinter(StepObserver):
             for name, value in optimizer.items()
             if value is not None
         }
-        done.loss, done.digest = loss.hex(), digest
+        done.loss = loss.hex()
+        done.digest = digest
         self.is_unfinished = False
         return done
 

@@ -146,7 +146,9 @@ def exchange_statuses(
     Raises:
         DisagreementError: Ranks take different steps.
     """
-    merge, read = partial(StatusSummary.merge, hooks=hooks), partial(unpack, hooks=hooks)
-    about, remark = label.about, label.remark
+    merge = partial(StatusSummary.merge, hooks=hooks)
+    read = partial(unpack, hooks=hooks)
+    about = label.about
+    remark = label.remark
     packed = messages.gather(pack(summary) + END + gradients, about, remark)
     return reduce(merge, (read(message[: message.index(END)]) for message in packed)), packed

@@ -37,7 +37,8 @@ SAMPLE = 64
 INPUT = "input"
 """The place of a leaf that no optimizer has."""
 
-_get_versions, _get_group = attrgetter("_version"), itemgetter("params")
+_get_versions = attrgetter("_version")
+_get_group = itemgetter("params")
 
 
 class Moment(NamedTuple):
@@ -69,8 +70,11 @@ class HeldParameters:
         is_shared: bool = False,
         blocks: Sequence[str] = (),
     ) -> None:
-        self._roots, self._foreign, self._optimizer = dict(modules), foreign, optimizer
-        self._is_shared, self._blocks = is_shared, (*blocks,)
+        self._roots = dict(modules)
+        self._foreign = foreign
+        self._optimizer = optimizer
+        self._is_shared = is_shared
+        self._blocks = (*blocks,)
         self._begun: Moment | None = None
         self._committed: Moment | None = None
         self._outside: list[tuple[ref[torch.Tensor], object]] = []
@@ -126,7 +130,8 @@ class HeldParameters:
         if not is_same or self._find_groups() != self._groups:
             failure = self.explain_structure() or self._explain_groups() or failure
             has_changed = True
-        self._begun, self.hash = None, ""
+        self._begun = None
+        self.hash = ""
         if not failure and self._is_shared:
             failure = self._explain_writes(has_changed)
         if not failure:
@@ -159,7 +164,8 @@ class HeldParameters:
             has_changed: Whether the model has changed. A parametrization counts as a write of its
                 parameter, whose values remain.
         """
-        before, self._committed = self._committed, None
+        before = self._committed
+        self._committed = None
         if before is None or (now := self._read()) == before:
             return ""
         if has_changed:
@@ -259,7 +265,8 @@ class HeldParameters:
             "change the model before ls.Trainer or ls.exact gets it, or set up another training "
             "after the change"
         )
-        modules, parameters = self._find_modules(), self._find_parameters()
+        modules = self._find_modules()
+        parameters = self._find_parameters()
         now = {id(parameter) for parameter in parameters.values()}
         for name, parameter in parameters.items():
             if id(parameter) not in self._own:
@@ -298,7 +305,8 @@ class HeldParameters:
         for number, parameter in enumerate(self._tensors):
             if id(parameter) not in self._own:
                 continue
-            name, held = self._names[number], self._layouts[number]
+            name = self._names[number]
+            held = self._layouts[number]
             if (now := _describe_layout(parameter)) != held:
                 return (
                     f"the parameter {name} changed from {held} to {now} after the training "
@@ -327,7 +335,8 @@ class HeldParameters:
         written |= {id(tensor) for tensor, old, new in pointers if old != new}
         end = 0
         for tensor, views in zip(self._tensors, self._samples, strict=True):
-            begin, end = end, end + sum(map(len, views))
+            begin = end
+            end = end + sum(map(len, views))
             if before.samples[begin:end] != after.samples[begin:end] and after.samples:
                 written.add(id(tensor))
         written &= {*among}
@@ -377,7 +386,9 @@ def find_leaves(root: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaves of a graph that require a gradient."""
     if root.grad_fn is None:
         return [root] if root.requires_grad else []
-    leaves, seen, waiting = [], set(), [root.grad_fn]
+    leaves = []
+    seen = set()
+    waiting = [root.grad_fn]
     while waiting:
         for node, _ in waiting.pop().next_functions:
             if node is not None and node not in seen:
@@ -390,7 +401,8 @@ def find_leaves(root: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _describe_layout(parameter: torch.Tensor) -> str:
-    kind, shape = str(parameter.dtype).removeprefix("torch."), list(parameter.shape)
+    kind = str(parameter.dtype).removeprefix("torch.")
+    shape = list(parameter.shape)
     return f"{kind}{shape} with strides {parameter.stride()} on {parameter.device}"
 
 
@@ -399,7 +411,8 @@ def _find_samples(parameter: torch.Tensor) -> Iterator[memoryview]:
     size = parameter.numel() * parameter.element_size()
     if parameter.device.type != "cpu" or not size or not is_dense(parameter):
         return
-    length, begin = min(size, SAMPLE), parameter.data_ptr()
+    length = min(size, SAMPLE)
+    begin = parameter.data_ptr()
     for offset in sorted({0, (size - length) // 2, size - length}):
         yield memoryview((ctypes.c_char * length).from_address(begin + offset)).cast("B")
 

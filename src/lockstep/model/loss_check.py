@@ -40,7 +40,8 @@ from lockstep.model.target_weights import loss_name
 
 __all__ = ["LossCheck", "LossCheckHook"]
 
-FIRST, EVERY = 3, 1000
+FIRST = 3
+EVERY = 1000
 """The steps that are checked: the first FIRST steps, and each multiple of EVERY."""
 
 TOLERANCE = 1e-3
@@ -54,7 +55,8 @@ class LossCheckHook(StepHook):
         modules: The modules that a step calls, which the check must not call.
     """
 
-    first, every = FIRST, EVERY
+    first = FIRST
+    every = EVERY
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -77,7 +79,8 @@ class LossCheck(StepObserver):
     """
 
     def __init__(self, step: StepContext, modules: Mapping[str, nn.Module]) -> None:
-        self._step, self._parallel = step, step.parallel
+        self._step = step
+        self._parallel = step.parallel
         self._modules = {part for module in modules.values() for part in module.modules()}
         self._single: Part | None = None  # a micro-batch of one sample
         self._has_warned = False
@@ -107,7 +110,8 @@ class LossCheck(StepObserver):
             self._single = map_tensors(torch.clone, whole)
             return
         else:
-            parts, self._single = [self._single, whole], None
+            parts = [self._single, whole]
+            self._single = None
             whole = join_samples(*parts)
         sizes = [max(2, microbatch.size) - half, half]
         weights = list(map(self._weigh, parts, sizes))
@@ -143,7 +147,8 @@ class LossCheck(StepObserver):
 
     def _compute(self, parts: Sequence[Part]) -> list[float] | None:
         """Return the losses of some parts; None if the loss depends on more than these."""
-        device, loss = self._parallel.device, self._parallel.loss
+        device = self._parallel.device
+        loss = self._parallel.loss
         losses = []
         with self._undisturbed(), isolated(device, everything=True):
             before = state_of_torch(device), state_of_others()

@@ -70,7 +70,8 @@ class LossRoot:
     def __init__(self, scale: LossScale | None) -> None:
         self._scale = scale
         self._gradient: torch.Tensor | None = None
-        self._share, self._version = 0.0, 0
+        self._share = 0.0
+        self._version = 0
 
     def find(self, loss: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the tensor at which backward begins, and its gradient (None for 1).
@@ -91,7 +92,8 @@ class LossRoot:
         if self._scale is not None or not loss.is_floating_point():
             return scale_loss(loss, share, self._scale), None
         self._gradient = known = torch.full_like(loss, share)
-        self._share, self._version = share, known._version
+        self._share = share
+        self._version = known._version
         return loss, known
 
 

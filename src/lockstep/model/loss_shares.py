@@ -98,7 +98,8 @@ def _weigh(step: StepContext, microbatch: Microbatch) -> float:
 def _warn_of_ignored_targets(
     step: StepContext, batch: Batch, count_ignored: Callable[[Any], int]
 ) -> None:
-    kind, advice = "", "lockstep.target_weight(loss) to the trainer"
+    kind = ""
+    advice = "lockstep.target_weight(loss) to the trainer"
     if step.parallel.loss is None:
         kind = " (labels of -100)"
         advice = (

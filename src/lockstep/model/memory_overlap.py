@@ -117,11 +117,13 @@ def allocate_repeated(modules: Mapping[str, nn.Module]) -> None:
         for root, model in modules.items()
         for name, tensor in _tensors_of(model, attributes=False)
     }
-    names, tensors = list(named), list(named.values())
+    names = list(named)
+    tensors = list(named.values())
     repeated = [number for number, tensor in enumerate(tensors) if _is_repeated(tensor)]
     overlaps = find_overlaps(tensors) if repeated else []
     for number in repeated:
-        name, tensor = names[number], tensors[number]
+        name = names[number]
+        tensor = tensors[number]
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and 0 in tensor.stride():
             raise UsageError(
                 f"the parameter {name} is an expanded tensor, whose elements an optimizer cannot "
@@ -172,6 +174,7 @@ def _meet(distance: int, one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bytes_of(marks: torch.Tensor, begin: int, tensor: torch.Tensor) -> torch.Tensor:
     """Return the view of `marks` for a tensor's bytes; repeated elements are marked once."""
-    size, strides = tensor.element_size(), tensor.stride()
+    size = tensor.element_size()
+    strides = tensor.stride()
     shape = [n if stride else 1 for n, stride in zip(tensor.shape, strides, strict=True)]
     return marks.as_strided((*shape, size), (*(stride * size for stride in strides), 1), begin)

@@ -57,7 +57,8 @@ def make_rng_scopes(
     The arguments are those of `RngScopes`.
     """
     called = [number for number, module in enumerate(modules) if module is not None]
-    seeder, make_hook = make_seeder([BEFORE, *called, len(modules)]), make_seed_hook
+    seeder = make_seeder([BEFORE, *called, len(modules)])
+    make_hook = make_seed_hook
     if isinstance(seeder, NativeSeeder) and len(torch_generators(device)) == 1:
         make_hook = seeder.make_hook
     announce = publish_microbatch if reason_unavailable() else load_native().publish_microbatch
@@ -81,7 +82,8 @@ class NativeSeeder:
 
     def make_hook(self, scopes: RngScopes, scope: int, before: int | None) -> Callable[[], None]:
         """Return what `make_seed_hook` returns, without a frame of Python in the usual case."""
-        make, again = load_native().make_scope_hook, make_seed_hook(scopes, scope, before)
+        make = load_native().make_scope_hook
+        again = make_seed_hook(scopes, scope, before)
         hook: Callable[[], None] = make(self._native, scopes, again, scope, before)
         return hook
 
@@ -91,7 +93,8 @@ class NativeSeeder:
 
     def remember_others(self) -> Callable[[], None]:
         """Return a function that restores the present states of Python's and numpy's generators."""
-        native, generator = self._native, _get_numpy_generator()
+        native = self._native
+        generator = _get_numpy_generator()
         saved = native.read_others() or (_find_memory(native) and native.read_others())
         if not saved:
             return remember_others()
@@ -114,7 +117,8 @@ def _seed_others(native: Any, seed: int) -> None:
 def _find_memory(native: Any) -> bool:
     """Tell a native seeder where the generators are; return whether this is known."""
     generator = _get_numpy_generator()
-    own_address, address = _find_python_memory(), _find_numpy_memory(generator)
+    own_address = _find_python_memory()
+    address = _find_numpy_memory(generator)
     offset = _find_second_number() if own_address and address else 0
     if offset:
         second_address = id(numpy.random.mtrand._rand) + offset

@@ -96,7 +96,8 @@ class ParallelContext:
             hosts: The replicas of each host.
         """
         assert self.stages == 1, "stages are replaced, not continued in place"
-        self.rank, self.hosts = rank, hosts
+        self.rank = rank
+        self.hosts = hosts
         self._find_replica()
 
     def make_checkpointing(self, blocks: Mapping[str, nn.Module]) -> ActivationCheckpointing:

@@ -35,7 +35,8 @@ from lockstep.sharded_tensors import is_sharded
 
 __all__ = ["StateMutationCheck", "require_same_weights"]
 
-FIRST, GRAPHS_EVERY = 3, 20
+FIRST = 3
+GRAPHS_EVERY = 20
 """The steps whose graphs are read: the first FIRST steps, and each multiple of GRAPHS_EVERY."""
 
 Weights = dict[str, str | None]
@@ -59,7 +60,8 @@ class StateMutationCheck(StepHook, StepObserver):
     name = "state"
 
     def __init__(self, modules: Mapping[str, nn.Module], held: HeldParameters) -> None:
-        self._modules, self.held = dict(modules), held
+        self._modules = dict(modules)
+        self.held = held
         self._stranger = ""  # the failure of `record_graph` in this step
         self._failure = ""  # why the results of this step depend on the layout
 

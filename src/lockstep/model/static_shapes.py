@@ -73,7 +73,8 @@ class StaticShapes:
 
         Changing them takes a tenth of a step of a tiny model.
         """
-        self._is_specialized, self._callbacks = False, []
+        self._is_specialized = False
+        self._callbacks = []
         # Not imported, which takes a second: if it is not imported yet, nothing is compiled.
         self._frames: Any = sys.modules.get("torch._dynamo.eval_frame")
         if self._frames is not None:

@@ -38,7 +38,8 @@ class TimeFirstWarning(StepHook):
     every = sys.maxsize
 
     def __init__(self, model: nn.Module, position: Position) -> None:
-        self._model, self._position = model, position
+        self._model = model
+        self._position = position
 
     def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None]:
         """Watch the recurrent and attention modules of the model."""

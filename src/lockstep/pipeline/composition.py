@@ -38,7 +38,8 @@ from lockstep.pipeline.python_state import find_python_state
 
 __all__ = ["Composition"]
 
-FIRST, EVERY = 3, 64
+FIRST = 3
+EVERY = 64
 """The first checks, every 64th, and those after a change of the model's attributes also compare
 the Python objects that forward may change."""
 
@@ -72,7 +73,9 @@ class Composition:
         outputs: Sequence[Any] | None,
         device: torch.device,
     ) -> None:
-        self._model, self._names, self._device = model, list(names), device
+        self._model = model
+        self._names = list(names)
+        self._device = device
         self._kind = type(model).__name__
         self._blocks = [model.get_submodule(name) for name in names]
         self._outputs = [hide_values(part) for part in outputs or range(len(names))]
@@ -94,7 +97,8 @@ class Composition:
         self._checks = 0
         self._contents: list[list[int]] = []
         self._inputs: tuple[Any, dict[str, Any]] = (), {}
-        self._called, self._is_running = 0, False
+        self._called = 0
+        self._is_running = False
         self._before: dict[nn.Module, Any] = {}
         self._refusal: LayoutError | None = None
 
@@ -136,20 +140,24 @@ class Composition:
             LayoutError: Forward does not only call the blocks one after another.
         """
         self.check_hooks()
-        args, kwargs = data, {}
+        args = data
+        kwargs = {}
         if isinstance(data, torch.Tensor) or not isinstance(data, (tuple, list, Mapping)):
             args = (data,)
         elif isinstance(data, Mapping):
-            args, kwargs = (), dict(data)
+            args = ()
+            kwargs = dict(data)
         takes_all = isinstance(self._model, BlockSequence) or len(args) == 1
         is_unchanged = [*self._model._modules.values()] == self._blocks
         if takes_all and is_unchanged and is_sequence(self._model):
             return
         self._inputs = hide_values((*args,)), hide_values(kwargs)
-        self._called, self._refusal = 0, None
+        self._called = 0
+        self._refusal = None
         self._checks += 1
         contents = [[*map(id, vars(module).values())] for module in self._containers.values()]
-        is_changed, self._contents = contents != self._contents, contents
+        is_changed = contents != self._contents
+        self._contents = contents
         is_thorough = is_changed or self._checks <= FIRST or self._checks % EVERY == 0
         random.seed(0)
         numpy.random.seed(0)
@@ -267,7 +275,8 @@ class _TokenMode(TorchFunctionMode):
 
     def __init__(self, refuse: Callable[[str], NoReturn], device: torch.device) -> None:
         super().__init__()
-        self._refuse, self._device = refuse, device
+        self._refuse = refuse
+        self._device = device
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

@@ -49,7 +49,9 @@ class PipelineEvaluator:
         composition: Composition | None,
     ) -> None:
         self._composition = composition
-        self._model, self._pipeline, self._task = model, pipeline, task
+        self._model = model
+        self._pipeline = pipeline
+        self._task = task
         self._parallel = pipeline.parallel
         self._blocks = {s: placement.partition.select_blocks(model, s) for s in pipeline.stages}
         self._scopes = {s: placement.make_scopes(model, s, seed) for s in pipeline.stages}
@@ -111,7 +113,9 @@ class PipelineEvaluator:
                 )  # limits how far this stage is ahead of the next one
 
     def _forward(self, stage: int, number: int, microbatch: Microbatch, more: bool) -> None:
-        parallel, links, index = self._parallel, self._pipeline.links[stage], microbatch.index
+        parallel = self._parallel
+        links = self._pipeline.links[stage]
+        index = microbatch.index
         rank = parallel.rank
         where = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {index}"
         self._where = where
@@ -120,7 +124,8 @@ class PipelineEvaluator:
         else:
             message = links.inputs.receive(EVALUATION + number, index, more)
             given = StageInput.from_message(*message, links.inputs.rng_state)
-        scopes, inspector = self._scopes[stage], self._pipeline.stages[stage].inspector
+        scopes = self._scopes[stage]
+        inspector = self._pipeline.stages[stage].inspector
         scopes.begin_microbatch(-1 - number, index, given.rng_state.last_call)
         with self._buffers[stage].preserve():
             with parallel.autocast():

@@ -66,8 +66,12 @@ class PipelineExecutor:
         seed: int,
         state_check: StateMutationCheck,
     ) -> None:
-        self._partitioner, self._module, self._copies = partitioner, module, list(copies)
-        self._metrics, self._seed, self._state_check = metrics, seed, state_check
+        self._partitioner = partitioner
+        self._module = module
+        self._copies = list(copies)
+        self._metrics = metrics
+        self._seed = seed
+        self._state_check = state_check
         self._pipeline: Pipeline | None = None
         self._running: ScheduleExecutor | None = None
         self.placement: Placement | None = None
@@ -177,15 +181,20 @@ class PipelineExecutor:
         for module in (self._module, *self._copies):
             release(module, placement.is_local)
         self._state_check.held.take_memory()
-        self.placement, self._composition, self._pipeline = placement, plan.composition, pipeline
+        self.placement = placement
+        self._composition = plan.composition
+        self._pipeline = pipeline
         named = list(self._module.named_parameters())
         self.parameters = [tensor for name, tensor in named if placement.is_local(name)]
         self.owned_parameters = [tensor for name, tensor in named if placement.is_owned(name)]
 
     def _build_pipeline(self, plan: StagePlan, placement: Placement) -> Pipeline:
         """Build this rank's stages, and connect them to their neighbors."""
-        model, parallel, partition = self._module, placement.parallel, plan.partition
-        parameters, sparse = dict(model.named_parameters()), sparse_weights(model.modules())
+        model = self._module
+        parallel = placement.parallel
+        partition = plan.partition
+        parameters = dict(model.named_parameters())
+        sparse = sparse_weights(model.modules())
         blocks = [partition.select_blocks(model, n) for n in range(len(partition.ranges))]
         owners = {name: stages[0] for name, stages in placement.stages_by_name.items()}
         states = find_python_states(blocks, parallel.loss, model)

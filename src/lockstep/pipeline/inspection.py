@@ -28,7 +28,8 @@ __all__ = ["BlockInspector"]
 
 T = TypeVar("T")
 
-FIRST, EVERY = 16, 64
+FIRST = 16
+EVERY = 64
 """The first 16 forwards and backwards are inspected, then every 64th."""
 
 
@@ -44,9 +45,12 @@ class BlockInspector:
     def __init__(self, is_first: bool, state: PythonState, names: Sequence[str]) -> None:
         self._is_first = is_first
         self._users = [f"block {name}" for name in names]
-        self._where, self._user = "", ""  # what is being called
+        # what is being called
+        self._where = ""
+        self._user = ""
         self.state = state
-        self._forwards, self._backwards = 0, 0
+        self._forwards = 0
+        self._backwards = 0
         self._is_due = False  # whether the current forward is inspected
         self._buffers_sent: set[int] = set()
         """Positions of outputs that were found to share memory with a buffer."""
@@ -69,7 +73,8 @@ class BlockInspector:
             value = self.call_in_turn(blocks, data, where)
             self.state.check(where)
             return value
-        contents, before = self.state.snapshot(), state_of_others()
+        contents = self.state.snapshot()
+        before = state_of_others()
         value = self.call_in_turn(blocks, data, where)
         self.state.record_changes(contents, where)
         if state_of_others() != before:
@@ -142,7 +147,8 @@ class BlockInspector:
     @contextmanager
     def _explaining(self, where: str, user: str) -> Iterator[None]:
         """Name what fails in the body because it reads what is in another stage."""
-        self._where, self._user = where, user
+        self._where = where
+        self._user = user
         Released.reader = self._describe_reader
         try:
             yield

@@ -42,7 +42,8 @@ __all__ = ["INITIAL_RNG_STATE", "LinkError", "Receiver", "RngState", "Sender"]
 
 PAGE = 1024
 HEADER = struct.Struct("<IIIQII")
-OK, FAILED = 0, 1
+OK = 0
+FAILED = 1
 
 
 class LinkError(CommunicationError):

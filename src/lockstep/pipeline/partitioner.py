@@ -114,7 +114,9 @@ class Partitioner:
         Raises:
             LayoutError: The request cannot work with any data.
         """
-        schedule, balance, stages_per_rank = config.schedule, config.balance, config.stages_per_rank
+        schedule = config.schedule
+        balance = config.balance
+        stages_per_rank = config.stages_per_rank
         kind = type(model).__name__
         if parallel.stages > 1 and is_compiled(model):
             raise LayoutError(

@@ -115,7 +115,9 @@ class Pipeline:
         stages_per_rank: int,
         ties: Sequence[TiedParameters],
     ) -> None:
-        self.parallel, self.name, self.stages_per_rank = parallel, name, stages_per_rank
+        self.parallel = parallel
+        self.name = name
+        self.stages_per_rank = stages_per_rank
         self.stages = {stage.number: stage for stage in stages}
         self.number = parallel.stages * stages_per_rank
         here = self.stages.keys()
@@ -186,7 +188,8 @@ class Pipeline:
         for number, tie in enumerate(self._all_ties):
             tag = 2 * (self.number + 1 + number)
             local = self.rank_of(tie.later) == self.rank_of(tie.earlier)
-            later, earlier = tie.later in self.stages, tie.earlier in self.stages
+            later = tie.later in self.stages
+            earlier = tie.earlier in self.stages
             tie.local_gradients = {}
             tie.gradient_sender = sender(tie.earlier, tag) if later and not local else None
             tie.gradient_receiver = receiver(tie.later, tag) if earlier and not local else None

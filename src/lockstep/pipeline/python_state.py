@@ -43,7 +43,8 @@ from lockstep.model.description import MACHINERY
 
 __all__ = ["Assigned", "PythonState", "find_python_state", "find_python_states"]
 
-LARGEST, MOST = 1000, 20_000
+LARGEST = 1000
+MOST = 20_000
 """The maximum number of entries of a container and of objects of a block that are inspected."""
 
 HIDDEN = MACHINERY | {"forward", "_compiled_call_impl"}  # replaced while a step is computed
@@ -86,7 +87,8 @@ class PythonState:
     """
 
     def __init__(self, holders: Mapping[Key, Holder], users: Mapping[Key, tuple[str, str]]) -> None:
-        self._holders, self._users = dict(holders), dict(users)
+        self._holders = dict(holders)
+        self._users = dict(users)
         self._changes: Counter[Key] = Counter()
         self._assigned: dict[tuple[int, Any], tuple[dict[Any, Any], Any]] = {}
         self._shared = {key: self._holders[key].value for key in self._users}
@@ -434,7 +436,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _describe_entry(holder: Holder, name: Any) -> str:
     """Return the name of an entry of an object, for messages."""
-    value, path = holder.value, holder.path
+    value = holder.value
+    path = holder.path
     if isinstance(value, GlobalName) or name == "":
         return path
     attribute = isinstance(value, type) or (

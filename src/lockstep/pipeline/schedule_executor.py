@@ -44,8 +44,11 @@ class ScheduleExecutor:
         metrics: Mapping[str, Metric],
         composition: Composition | None,
     ) -> None:
-        self.step, self.pipeline, self._composition = step, pipeline, composition
-        self._parallel, self._metrics = pipeline.parallel, metrics
+        self.step = step
+        self.pipeline = pipeline
+        self._composition = composition
+        self._parallel = pipeline.parallel
+        self._metrics = metrics
         self._microbatches_here: list[Microbatch] = []
         self._missing: dict[int, list[int]] = {}
         self._current: tuple[Stage, int] | None = None
@@ -140,7 +143,8 @@ class ScheduleExecutor:
         self._current = None
 
     def _forward(self, stage: Stage, microbatch: Microbatch, position: int) -> None:
-        index, links = microbatch.index, self.pipeline.links[stage.number]
+        index = microbatch.index
+        links = self.pipeline.links[stage.number]
         where = self.where
         if links.inputs is None:
             given = make_first_input(microbatch, self._parallel, where)
@@ -221,7 +225,8 @@ class ScheduleExecutor:
         self._skip_absent(stage, microbatch.index)
         self._missing[stage.number].pop(0)
         if self.step.observers:
-            gradients, buffers = stage.gradients.hash_current, stage.buffers.current
+            gradients = stage.gradients.hash_current
+            buffers = stage.buffers.current
             self.step.observe_microbatch(microbatch.index, gradients, buffers)
         with self.step.in_phase("reduction"):
             stage.finish(microbatch.index, microbatch.size / self.step.samples)

@@ -202,7 +202,8 @@ def get_product(action: Action) -> Product | None:
 
 def get_dependencies(action: Action, stages: int) -> list[Product]:
     """Return the products that an action needs in a model with `stages` stages."""
-    s, j = action.stage, action.microbatch
+    s = action.stage
+    j = action.microbatch
     if action.kind == "forward":
         return [("output", s - 1, j)] if s > 0 else []
     if action.kind == "weight":

@@ -149,7 +149,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         LayoutError: The costs have another number of stages than the schedule, or the schedule
             deadlocks.
     """
-    ranks, stages = len(schedule), count_stages(schedule)
+    ranks = len(schedule)
+    stages = count_stages(schedule)
     costs = Costs.unit(ranks, stages // ranks) if costs is None else costs
     if len(costs.forward) != stages:
         raise LayoutError(f"costs of {len(costs.forward)} stages for a schedule of {stages}")

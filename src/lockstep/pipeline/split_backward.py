@@ -66,7 +66,8 @@ class SplitBackward:
         unsplit: Sequence[torch.Tensor] = (),
     ) -> None:
         early = {id(tensor) for tensor in unsplit}
-        self._roots, self._anchor = list(roots), anchor
+        self._roots = list(roots)
+        self._anchor = anchor
         self._kept: dict[Node, tuple[torch.Tensor | None, ...]] = {}
         self._late: list[SideBranch] = []
         self._early: list[torch.Tensor] = []

@@ -188,7 +188,8 @@ class Stage:
         self.gradients = gradients
         self.checkpointing = checkpointing
         self.inspector = BlockInspector(number == 0, state, list(blocks))
-        self._device, self._shares_rank = device, shares_rank
+        self._device = device
+        self._shares_rank = shares_rank
         parameters = (tensor for block in blocks.values() for tensor in block.parameters())
         self.parameters = list(dict.fromkeys(parameters))
         self._in_flight: dict[int, InFlightMicrobatch] = {}
@@ -203,7 +204,8 @@ class Stage:
         try:
             yield
         finally:
-            self._watched, self.input_gradients = None, ()
+            self._watched = None
+            self.input_gradients = ()
 
     def call_again(self, data: Any) -> Any:
         """Return the output of the blocks; they get copies of the tensors in `data`."""
@@ -257,7 +259,8 @@ class Stage:
         structure, tensors = self.inspector.flatten_output(value, blocks, given.received, where)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
         held = self._pause()
-        sent, assigned = SentTensors(tensors), self.inspector.state.get_assigned()
+        sent = SentTensors(tensors)
+        assigned = self.inspector.state.get_assigned()
         self._in_flight[index] = InFlightMicrobatch(
             given.graph_input, outputs, sent, *held, rng_state, assigned
         )

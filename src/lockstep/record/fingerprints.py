@@ -81,7 +81,9 @@ def _lines(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _step(number: int, line: dict[str, Any]) -> RecordedStep:
-    losses, batch, epoch = line.get("losses"), line.get("batch"), line.get("epoch")
+    losses = line.get("losses")
+    batch = line.get("batch")
+    epoch = line.get("epoch")
     return RecordedStep(
         step=number,
         epoch=epoch if isinstance(epoch, int) else 0,

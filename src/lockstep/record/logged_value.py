@@ -51,7 +51,8 @@ def _count(values: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Return the histogram of some values."""
     finite = values[np.isfinite(values)]
     counts, edges = np.histogram(finite, BINS)
-    low, high = float(edges[0]), float(edges[-1])
+    low = float(edges[0])
+    high = float(edges[-1])
     missing = len(values) - len(finite)
     return {"low": low, "high": high, "counts": counts.tolist(), "nonfinite": missing}
 

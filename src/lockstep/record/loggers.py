@@ -66,7 +66,8 @@ class TensorBoard:
             raise UsageError("TensorBoard needs the package tensorboard: pip install tensorboard")
         if every < 1:
             raise UsageError(f"TensorBoard(every={every}): every must be at least 1 (every step)")
-        self.folder, self.every = Path(folder), every
+        self.folder = Path(folder)
+        self.every = every
         self.failure: str | None = None
         """The message that was printed when the logger failed."""
         self._writer: Any = None
@@ -121,9 +122,12 @@ class TensorBoard:
 
     def _add_media(self, fields: Mapping[str, Any]) -> None:
         """Add the histogram or the image of a line "log"."""
-        name, histogram, image = fields["name"], fields.get("histogram"), fields.get("image")
+        name = fields["name"]
+        histogram = fields.get("histogram")
+        image = fields.get("image")
         if histogram is not None:
-            low, high = histogram["low"], histogram["high"]
+            low = histogram["low"]
+            high = histogram["high"]
             counts = np.array(histogram["counts"])
             edges = np.linspace(low, high, len(counts) + 1)
             middles = (edges[1:] + edges[:-1]) / 2

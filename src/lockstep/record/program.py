@@ -83,7 +83,8 @@ def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _find_target() -> tuple[str, str]:
     main = sys.modules["__main__"]
-    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    spec = getattr(main, "__spec__", None)
+    file = getattr(main, "__file__", None)
     if find_ipython_shell() is not None:
         return "notebook", ""
     if "lockstep.tools.remote.worker" in sys.modules:

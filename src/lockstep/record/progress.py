@@ -91,8 +91,11 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._is_wanted, self._given, self._clock = is_wanted, stream, clock
-        self.title, self.epochs = title, epochs
+        self._is_wanted = is_wanted
+        self._given = stream
+        self._clock = clock
+        self.title = title
+        self.epochs = epochs
         self.prints_lines = True
         """Whether to print lines; a driver draws the live region of its rank 0 instead."""
         self._is_on = False
@@ -103,7 +106,9 @@ class Progress:
         self._epoch: int | None = None  # None: the steps belong to no epoch
         self._steps: int | None = None  # of the epoch
         self._first = self._done = 0  # steps of the epoch, taken before this process and by now
-        self._loss, self._samples, self._seconds = Mean(), Mean(), Mean()
+        self._loss = Mean()
+        self._samples = Mean()
+        self._seconds = Mean()
         self._metrics: dict[str, Mean] = defaultdict(Mean)
         self._times = [0.0] * len(TIME_CATEGORIES)
 
@@ -115,7 +120,9 @@ class Progress:
             steps: The number of its steps. None: unknown.
             done: The number of its steps that an earlier process took.
         """
-        self._epoch, self._steps, self._done = epoch, steps, done
+        self._epoch = epoch
+        self._steps = steps
+        self._done = done
         self._first = done
 
     def step(self, **fields: Any) -> None:
@@ -166,7 +173,8 @@ class Progress:
         if self._live is not None:
             self._live.close()
             self._live = None
-        self._is_on, self._draw_region = False, _draw_nothing
+        self._is_on = False
+        self._draw_region = _draw_nothing
         if Progress._shown is self:
             Progress._shown = None
 
@@ -185,7 +193,8 @@ class Progress:
                 self._draw_region = self._live.draw
             elif self._given is None:
                 self._draw_region = send_progress
-        self._next, self._next_line = now + REDRAW_INTERVAL, now + LINE_INTERVAL
+        self._next = now + REDRAW_INTERVAL
+        self._next_line = now + LINE_INTERVAL
         quiet = EPOCH_INTERVAL if self._live is not None else LINE_INTERVAL
         self._line_after = now + (0.0 if self._is_wanted else quiet)
         if self.title and self._live is None:
@@ -262,7 +271,8 @@ def _draw_nothing(lines: Sequence[str]) -> None:
 
 def _format_means(fields: Mapping[str, Any]) -> list[str]:
     """Format the loss and the metrics of a line."""
-    loss, metrics = fields.get("loss"), fields.get("metrics") or {}
+    loss = fields.get("loss")
+    metrics = fields.get("metrics") or {}
     means = [format_metric(name, value) for name, value in metrics.items()]
     if loss is None or loss != loss:  # the model returns none in evaluation mode
         return means

@@ -250,7 +250,8 @@ class RecordParser:
         line = cast(Line, _escape(line))
         self.lines[kind].append(line)
         self.end = None
-        step, epochs = as_float(line.get("step")), line.get("epochs")
+        step = as_float(line.get("step"))
+        epochs = line.get("epochs")
         if math.isfinite(step):
             is_count = isinstance(epochs, int) and epochs >= 0
             self._rewind(step, epochs if is_count else None)

@@ -105,7 +105,8 @@ class Recorder:
             self._sources = None
         elif resume and self.path.exists():
             self._descriptor, last = _open_file(self.path)
-            self.is_continued, passed = last is not None, last or 0.0
+            self.is_continued = last is not None
+            passed = last or 0.0
         else:
             self._descriptor = _create_file(self.path)
         if self._descriptor >= 0:

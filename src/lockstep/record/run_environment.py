@@ -112,7 +112,8 @@ def find_environment_differences(recorded: Mapping[str, Any], here: Mapping[str,
 
 def describe_other_arithmetic(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Return how the arithmetic of two environments differs; "" if it does not, as far as known."""
-    before, now = recorded.get("arithmetic"), here.get("arithmetic")
+    before = recorded.get("arithmetic")
+    now = here.get("arithmetic")
     if not isinstance(before, str) or not isinstance(now, str) or before == now:
         return ""
     kinds = [

@@ -66,7 +66,9 @@ def gather_rows(
         UsageError: On every rank, if tensors do not fit together or a micro-batch has none.
     """
     assert step.batch is not None
-    label, leaves, spans = step.label, step.batch.leaves, find_spans(step)
+    label = step.label
+    leaves = step.batch.leaves
+    spans = find_spans(step)
     problem, kinds = _read_kinds(step, rows, spans)
     packed = b""
     if not problem:

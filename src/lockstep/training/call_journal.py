@@ -63,7 +63,9 @@ class OpenEpoch:
     """
 
     def __init__(self, batches: Any, resumed: dict[str, Any] | None) -> None:
-        self.batches, self.resumed, self.begun_at = batches, resumed, -1
+        self.batches = batches
+        self.resumed = resumed
+        self.begun_at = -1
 
     def entry(self, steps: int) -> Entry:
         """Return the entry of the iteration; its latest batch is not done if no step was taken."""
@@ -232,7 +234,8 @@ class CallJournal:
                 "batches(dataset, ...)"
             )
         self._entries.append(self._take("steps", {}))
-        self._steps_answered, self._batches = 0, ""
+        self._steps_answered = 0
+        self._batches = ""
         return loss, steps
 
     def answer_digest(self, name: str, steps: int) -> str | None:

@@ -72,7 +72,8 @@ class CombinedOptimizer(Optimizer):
             )
         for member in self.members:
             count = len(member.param_groups)
-            groups, saved = saved[:count], saved[count:]
+            groups = saved[:count]
+            saved = saved[count:]
             numbers = {number for group in groups for number in group["params"]}
             state = {n: values for n, values in state_dict["state"].items() if n in numbers}
             member.load_state_dict({"state": state, "param_groups": groups})

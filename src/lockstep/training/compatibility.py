@@ -65,11 +65,14 @@ def require_same_training(saved: Mapping[str, Any], here: Mapping[str, Any]) -> 
         saved: The state of the checkpoint, with its "settings".
         here: The same of this trainer.
     """
-    theirs, ours = saved["settings"], here["settings"]
+    theirs = saved["settings"]
+    ours = here["settings"]
     for entry in {**ours, **theirs}:
-        before, now = theirs.get(entry), ours.get(entry)
+        before = theirs.get(entry)
+        now = ours.get(entry)
         if entry == "ema_decay":  # compare only whether there is an average
-            before, now = str(before == "None"), str(now == "None")
+            before = str(before == "None")
+            now = str(now == "None")
         if _is_structure(entry) and before != now:
             raise UsageError(
                 f"{entry} is {ours.get(entry, 'missing')}, in the checkpoint it is "
@@ -99,7 +102,8 @@ def find_differences(
         for difference in find_environment_differences(saved["environment"], here["environment"])
     ]
     for entry in {**saved["settings"], **here["settings"]}:
-        before, now = saved["settings"].get(entry), here["settings"].get(entry)
+        before = saved["settings"].get(entry)
+        now = here["settings"].get(entry)
         if entry == THREADS and here["environment"].get("portable"):
             continue  # a checkpoint of an earlier version, whose portable bits depended on it
         is_derived = re.match(r"scheduler(\[\d+\])?\._", entry)
@@ -112,7 +116,8 @@ def find_differences(
                 )
             differences.append(f"{entry} is {now}, it was {before}{restored}")
     for file in {**saved["sources"], **here["sources"]}:
-        before, now = saved["sources"].get(file), here["sources"].get(file)
+        before = saved["sources"].get(file)
+        now = here["sources"].get(file)
         if before and now and before != now:
             differences.append(f"the source file {file} has changed")
     return differences
@@ -129,7 +134,9 @@ def describe_training(settings: Mapping[str, str]) -> dict[str, Any]:
 
 def describe_run(state: TrainingState) -> dict[str, Any]:
     """Return the fields of the record's first line."""
-    module, parallel, optimization = state.module, state.parallel, state.optimization
+    module = state.module
+    parallel = state.parallel
+    optimization = state.optimization
     return {
         "command": command_words(os.environ, sys.argv),
         "program": describe_program(),

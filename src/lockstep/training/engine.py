@@ -208,7 +208,8 @@ class Engine:
             finish: The function that ends the training if it stops on request.
         """
         self.run.begin()
-        position, group = self.state.position, self.parallel.group
+        position = self.state.position
+        group = self.parallel.group
 
         def agree(message: bytes, doing: str) -> list[bytes]:
             return exchange(lambda: message, f"{doing} epoch {position.epoch}", group)
@@ -238,8 +239,10 @@ class Engine:
 
     def _list_hooks(self, *, is_resumable: bool) -> list[StepHook]:
         """Return the hooks that take part in every step, in this order."""
-        setup, parallel = self.setup, self.parallel
-        position, optimization = setup.executor.position, setup.optimization
+        setup = self.setup
+        parallel = self.parallel
+        position = setup.executor.position
+        optimization = setup.optimization
         settings = KernelSettings(setup.model, may_overlap=self.options.is_exact)
         hooks: list[StepHook] = [settings, CollectiveCallCheck(position)]
         executor = setup.executor
@@ -265,15 +268,19 @@ class Engine:
         self, config: AuditConfig, member: Membership | None, hooks: list[StepHook]
     ) -> list[StepHook]:
         """Return the hooks with those of the audit."""
-        parallel, executor, record = self.parallel, self.setup.executor, self._record_finding
-        position, optimization = executor.position, self.setup.optimization
+        parallel = self.parallel
+        executor = self.setup.executor
+        record = self._record_finding
+        position = executor.position
+        optimization = self.setup.optimization
         modules = parallel.modules_with(self.setup.model)
         who = "ls.exact" if self.options.is_exact else "trainer.manual_step()"
         calls = CallAuditHook(config, parallel, position, executor.find_calls, record, who)
         hooks = [*hooks, calls]
         if isinstance(executor, WholeModelExecutor) and not self.options.is_exact:
             leave = None if member is None else self._leave_if
-            repeat, stop = executor.repeat, self.run.safe_points.stop
+            repeat = executor.repeat
+            stop = self.run.safe_points.stop
             hooks.append(Audit(config, parallel, position, repeat, modules, record, stop, leave))
         if optimization.storage != "replicated":
             steps = optimization.optimizers, optimization.find_name
@@ -289,7 +296,8 @@ class Engine:
 
     def _observe(self, session: TrainerHooks) -> Observation:
         """Return the hook by which a command observes the steps."""
-        setup, state = self.setup, self.state
+        setup = self.setup
+        state = self.state
         observer = session.attach(
             ObservedTrainer(
                 world().backend,

@@ -37,23 +37,29 @@ class Epoch(Batches):
         epoch: int | None,
         **options: Any,
     ) -> None:
-        self._position, self._history = run.state.position, run.state.history
+        self._position = run.state.position
+        self._history = run.state.history
         super().__init__(epoch=self._position.next_epoch if epoch is None else epoch, **options)
-        self._run, self._optimization, self._finish = run, run.state.optimization, finish
-        self._is_given, self._is_loaded = epoch is not None, False
+        self._run = run
+        self._optimization = run.state.optimization
+        self._finish = finish
+        self._is_given = epoch is not None
+        self._is_loaded = False
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the remaining batches of the epoch."""
         with stopping(self._finish, self._run.safe_points.abandon):
             if not (self._is_given or self._is_loaded):
                 self.epoch = self._position.next_epoch
-            self._position.epoch, self._position.next_epoch = self.epoch, self.epoch + 1
+            self._position.epoch = self.epoch
+            self._position.next_epoch = self.epoch + 1
             epoch = self._run.begin_epoch(self)
             self._is_loaded = False
             if epoch is None:
                 return
             self._warn_if_repeated()
-            agree, is_caught_up = self.agree, self._run.is_caught_up(epoch)
+            agree = self.agree
+            is_caught_up = self._run.is_caught_up(epoch)
             try:
                 self._history.begin_epoch(self.epoch, self._count_batches(), self._start)
                 if is_caught_up:
@@ -73,7 +79,8 @@ class Epoch(Batches):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the next iteration from a saved position, in its epoch if none was given."""
         if not self._is_given:
-            self.epoch, self._is_loaded = state["epoch"], True
+            self.epoch = state["epoch"]
+            self._is_loaded = True
         super().load_state_dict(state)
 
     def _count_batches(self) -> int | None:
@@ -84,7 +91,8 @@ class Epoch(Batches):
 
     def _warn_if_repeated(self) -> None:
         """Warn if the script gives every epoch the same number, and so the same random numbers."""
-        options, finished = self._options, self._position.finished
+        options = self._options
+        finished = self._position.finished
         if not self._is_given or self._start or finished is None:
             return
         is_same = finished[0] is options.dataset and finished[1:] == (self.epoch, options.seed)

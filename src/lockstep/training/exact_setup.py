@@ -163,7 +163,8 @@ def exact(
     optimization = _take_optimizers(given.module, optimizers, _list(scheduler))
     setup, gradients = _set_up(given, parallel, optimization, description, seed)
     config = _read_checkpoint(checkpoint, stateful, optimizers)
-    update, weights = ScriptUpdate(), GivenWeights()
+    update = ScriptUpdate()
+    weights = GivenWeights()
     options = EngineOptions(
         seed=seed,
         settings={"microbatches": str(microbatches), "seed": str(seed)},
@@ -237,7 +238,8 @@ def _make_parallel_context(given: Given, microbatches: int) -> ParallelContext:
 
 def _reject(given: Given, parallel: ParallelContext) -> None:
     """Raise UsageError for what cannot be exact."""
-    module, wrapper = given.module, given.wrapper
+    module = given.module
+    wrapper = given.wrapper
     session = current_session()
     if session is not None:
         pipeline, is_shared = session.options(module, PipelineConfig())

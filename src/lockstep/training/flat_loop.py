@@ -202,7 +202,8 @@ class FlatLoop:
         self, loss: torch.Tensor, share: float | None, weight: float | None, divisor: float
     ) -> torch.Tensor:
         """Return the part of a micro-batch's loss in the loss of the batch."""
-        loop, current = self._loop, self._current
+        loop = self._loop
+        current = self._current
         if loop is None or loop.current is None or current is None:
             raise UsageError(
                 f"{self._steps.place}: call exact.weigh(loss) between the model's forward and "

@@ -121,7 +121,8 @@ class History(StepHook):
 
     def take_backlog(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the lines that were kept; none are kept from now on."""
-        kept, self._backlog = self._backlog, None
+        kept = self._backlog
+        self._backlog = None
         return list(kept or ())
 
     @property
@@ -170,7 +171,8 @@ class History(StepHook):
 
     def report(self, committed: CommittedStep) -> None:
         """Write the warnings and the result of a step."""
-        summary, own = committed.summary, committed.step.parallel.rank
+        summary = committed.summary
+        own = committed.step.parallel.rank
         for rank, warning in summary.warnings:
             self.warn(rank, warning.place, warning.sentence, show=rank == own)
         self.step(committed.result, summary.hooks["usage"])
@@ -212,7 +214,8 @@ class History(StepHook):
 
     def end_epoch(self, epoch: int) -> EpochResult | None:
         """Return the result of the epoch; None if it had no step. `notify` calls the callbacks."""
-        steps, self._open = self._open, _Sums()
+        steps = self._open
+        self._open = _Sums()
         if not steps.samples:
             return None
         self._pending = EpochResult(
@@ -253,7 +256,8 @@ class History(StepHook):
             pending = {**pending, "evaluation": Evaluation(**pending["evaluation"])}
         self._pending = None if pending is None else EpochResult(**pending)
         self.set_last(state.get("last"))
-        self.samples, self.epochs = state.get("samples", 0), state.get("epochs", 0)
+        self.samples = state.get("samples", 0)
+        self.epochs = state.get("epochs", 0)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation to the epoch that was just closed, or log that of averaged weights."""
@@ -272,7 +276,8 @@ class History(StepHook):
 
     def flush(self) -> None:
         """Write the line of the ended epoch, if it has not been written."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return
         self.epochs += 1
@@ -314,7 +319,8 @@ class History(StepHook):
 def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any], list[Any]]:
     """Return the functions to call after every step, and those to call after every epoch."""
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-    on_step, on_epoch = [], []
+    on_step = []
+    on_epoch = []
     for callback in given:
         methods = getattr(callback, "on_step", None), getattr(callback, "on_epoch", None)
         if methods == (None, None) and not callable(callback):
@@ -370,11 +376,13 @@ class _Sums:
 
 def _find_stack_level() -> int:
     """Return the `stacklevel` with which the caller's warning shows the line of the user's code."""
-    frame, level = sys._getframe(1), 1
+    frame = sys._getframe(1)
+    level = 1
     while not is_user_code(frame.f_code.co_filename):
         if frame.f_back is None:
             return 2
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     return level
 
 

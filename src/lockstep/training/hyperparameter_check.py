@@ -59,7 +59,8 @@ class HyperparameterCheck(StepHook):
         *,
         is_elastic: bool = False,
     ) -> None:
-        self._optimizer, self._group = optimizer, group
+        self._optimizer = optimizer
+        self._group = group
         self.is_needed = is_elastic or dist.get_world_size(group) > 1
         self._modules: dict[str, nn.Module] = {}
         self._parameters: dict[str, nn.Parameter] = {}

@@ -60,7 +60,8 @@ class LastSafeState:
         run: object,
     ) -> None:
         global _made
-        self.member, self._state = member, state
+        self.member = member
+        self._state = state
         self._device = state.parallel.device
         self._run = weakref.ref(run)
         self._stateful = dict(stateful)
@@ -76,7 +77,8 @@ class LastSafeState:
 
     def note_safe_point(self) -> None:
         """Note that the script can be continued from here."""
-        self._operation, self._time = self.member.operation, time.time()
+        self._operation = self.member.operation
+        self._time = time.time()
         self._generators = global_states(self._device)
         self._objects = self._describe_objects()
 
@@ -169,14 +171,16 @@ def read_newest_state(
         states = find_checkpoints(origin.state)
         if not states:
             raise FileError(f"the state that was handed over is missing in {origin.state}")
-        path, state = states[0], read_checkpoint(states[0], rows)
+        path = states[0]
+        state = read_checkpoint(states[0], rows)
         if state["trainer"] != trainer:
             return None, None
     else:
         newest = None if checkpoints is None else checkpoints.find_newest()
         if newest is None:
             return None, None
-        path, state = newest, read_checkpoint(newest, rows)
+        path = newest
+        state = read_checkpoint(newest, rows)
     is_in_memory = checkpoints is None or path.parent != checkpoints.folder
     if checkpoints is not None:
         checkpoints.set_aside_newer(path, state["steps"] + is_in_memory)

@@ -32,7 +32,8 @@ class LearningRateSchedule:
     """
 
     def __init__(self, config: OptimizerConfig, optimizer: Optimizer) -> None:
-        self.optimizer, self.is_restored = optimizer, config.restore_schedule
+        self.optimizer = optimizer
+        self.is_restored = config.restore_schedule
         self.scheduler = config.scheduler(optimizer) if config.scheduler else None
         is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.interval = config.scheduler_interval or ("epoch" if is_plateau else "step")

@@ -31,7 +31,8 @@ class ManualStep:
     """
 
     def __init__(self, opened: AbstractContextManager[MicrobatchLoop], *batches: Any) -> None:
-        self._opened, self._batches = opened, batches
+        self._opened = opened
+        self._batches = batches
         self.was_interrupted = False
         self._loop: MicrobatchLoop | None = None
         self._result: StepResult | None = None
@@ -60,7 +61,8 @@ class ManualStep:
         traceback: TracebackType | None,
     ) -> bool | None:
         """Finish the step, or undo it after an exception."""
-        loop, self._loop = self._entered(), None
+        loop = self._entered()
+        self._loop = None
         is_suppressed = self._opened.__exit__(kind, error, traceback)
         self._result = loop.result
         is_left = bool(is_suppressed) or error is None

@@ -122,11 +122,16 @@ class MicrobatchLoop:
         one_pass: GroupedPasses | None = None,
     ) -> None:
         self._one_pass = one_pass
-        self.step, self.parallel = step, parallel
-        self._called, self._metrics = called, metrics
+        self.step = step
+        self.parallel = parallel
+        self._called = called
+        self._metrics = metrics
         self.result: StepResult | None = None
-        self.buffers, self.gradients = buffers, gradients
-        self.scopes, self.roots, self.parameters = scopes, roots, parameters
+        self.buffers = buffers
+        self.gradients = gradients
+        self.scopes = scopes
+        self.roots = roots
+        self.parameters = parameters
         self._given: tuple[Any, ...] = ()
         self._iteration: Iterator[Any] | None = None
         self._sums: MicrobatchSums
@@ -159,7 +164,8 @@ class MicrobatchLoop:
         A collective call, unless the same batches are set.
         """
         if not self._given:
-            self._given, self._whole = batches, batches[0]
+            self._given = batches
+            self._whole = batches[0]
             if len(batches) > 1:
                 self._whole = join_batches([self.parallel.split(batch) for batch in batches])
             return start_batch(self.step, self._whole, self.parallel.count_ignored)
@@ -182,7 +188,8 @@ class MicrobatchLoop:
 
     def _compute_one(self, data: Any) -> None:
         """Compute the current micro-batch with the trainer's loss."""
-        loss_function, step = self.parallel.loss, self.step
+        loss_function = self.parallel.loss
+        step = self.step
         if step.observers:
             loss_function = step.find_loss(self.microbatch, data)
         loss, metrics = forward(self._called, loss_function, self._metrics, data, self.place)
@@ -274,7 +281,9 @@ class MicrobatchLoop:
 
     def _continue(self, whole: Any, rest: RestOfStep) -> Batch:
         """Continue with what was kept; return the batch with the micro-batches that are left."""
-        step, parallel, own = self.step, self.parallel, self.parallel.share
+        step = self.step
+        parallel = self.parallel
+        own = self.parallel.share
         share = LeavesShare(own.microbatches, own.hosts, own.replica, leaves=rest.leaves)
         step.batch = batch = parallel.split(whole, share)
         step.shares = rest.shares
@@ -294,7 +303,8 @@ class MicrobatchLoop:
 
     def open(self, batch: Batch) -> None:
         """Begin to add the gradients of this rank's part of the batch."""
-        step, parallel = self.step, self.parallel
+        step = self.step
+        parallel = self.parallel
         if parallel.is_sharded:
             parallel.share.require_turns(batch.leaves, len(step.shares))
         self._sums = self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
@@ -307,7 +317,8 @@ class MicrobatchLoop:
 
     def begin(self, microbatch: Microbatch) -> Any:
         """Begin a micro-batch, and return its data; `current` stays None if its weight is 0."""
-        step, index = self.step, microbatch.index
+        step = self.step
+        index = microbatch.index
         share = step.shares.get(index)
         if share is None:
             self._sums.skip(index)
@@ -327,7 +338,8 @@ class MicrobatchLoop:
 
     def end(self) -> None:
         """End the micro-batch, whose backward has run: its gradients become a leaf of the tree."""
-        step, current = self.step, self.current
+        step = self.step
+        current = self.current
         assert current is not None
         if step.observers:
             index = current.microbatch.index
@@ -380,7 +392,8 @@ class MicrobatchLoop:
         root: torch.Tensor | None = None,
     ) -> None:
         """Run backward from the loss of the current micro-batch, or from a scaled one, `root`."""
-        step, current = self.step, self.current
+        step = self.step
+        current = self.current
         if current is None:
             raise UsageError(
                 "call step.backward(loss) inside the loop over step.microbatches(batch)"

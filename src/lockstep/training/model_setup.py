@@ -227,7 +227,8 @@ def _build_executor(
         shared: Whether the ranks share one copy of the parameters.
         is_elastic: Whether the number of ranks can change.
     """
-    module, average = optimization.module, optimization.average
+    module = optimization.module
+    average = optimization.average
     if parallel.stages > 1:
         copies = [] if average is None else [average.module]
         held = HeldParameters(

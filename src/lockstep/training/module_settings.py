@@ -83,7 +83,8 @@ class ModuleSettings:
     """
 
     def __init__(self, parts: Mapping[str, Any], device: torch.device) -> None:
-        self._parts, self._device = dict(parts), device
+        self._parts = dict(parts)
+        self._device = device
         self._initial, self._hooks = self._read()
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,13 +132,15 @@ class ModuleSettings:
             UsageError: A setting that cannot be restored has another value.
         """
         settings, hooks = self._read()
-        saved, opaque = state["values"], state["opaque"]
+        saved = state["values"]
+        opaque = state["opaque"]
         owners = dict(self._iterate_parts())
         for entry in {**settings, **opaque}:
             path, _, name = entry.rpartition(".")
             if entry not in settings and name in ignored_attributes(owners.get(path)):
                 continue
-            value, initial = settings.get(entry, DELETED), self._initial.get(entry)
+            value = settings.get(entry, DELETED)
+            initial = self._initial.get(entry)
             known = opaque.get(entry, initial if isinstance(initial, Opaque) else "")
             if known and entry not in saved and value is not UNKNOWN and str(value) != known:
                 raise UsageError(
@@ -171,7 +174,8 @@ class ModuleSettings:
                 parameter.requires_grad_(value)
         elif path in owners:
             attributes = vars(owners[path])
-            now, new = attributes.get(name), copy.deepcopy(value)
+            now = attributes.get(name)
+            new = copy.deepcopy(value)
             if type(new) is torch.Tensor and not _fits(now, new):
                 attributes[name] = new.to(self._device)
             elif type(new) is torch.Tensor:
@@ -207,7 +211,8 @@ class ModuleSettings:
 def _hold(value: Any) -> Any:
     """Return a copy of a value, or a value with tensors, or a description."""
     tensors: dict[int, torch.Tensor] = {}
-    waiting, count = [value], 0
+    waiting = [value]
+    count = 0
     while waiting and count < LARGEST:
         part = waiting.pop()
         count += 1

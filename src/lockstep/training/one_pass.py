@@ -123,8 +123,12 @@ class OnePass:
         scopes: RngScopes,
         roots: LossRoot,
     ) -> None:
-        self._parallel, self._called, self._modules = parallel, called, modules
-        self._metrics, self._scopes, self._roots = metrics, scopes, roots
+        self._parallel = parallel
+        self._called = called
+        self._modules = modules
+        self._metrics = metrics
+        self._scopes = scopes
+        self._roots = roots
         self._every_module = [one for root in modules.values() for one in root.modules()]
         self._parameters = [*nn.ModuleList(modules.values()).parameters()]
         self._joined: dict[Any, JoinedPass | None] = {}  # None: computed one by one
@@ -300,7 +304,8 @@ class OnePass:
 
     def conclude(self, trial: Trial) -> None:
         """Compute the micro-batches of a trial together, and compare the bits."""
-        group, key = trial.group, self._key(trial.group)
+        group = trial.group
+        key = self._key(trial.group)
         is_new = key not in self._joined
         watch = StateWatch(self._modules)
         watch.begin()
@@ -317,7 +322,8 @@ class OnePass:
                 if changed := watch.list_changes():
                     raise CannotJoin(f"forward changes {changed[0]}")
         except CannotJoin as reason:
-            joined, self.note = None, self.note or str(reason)
+            joined = None
+            self.note = self.note or str(reason)
             if not is_new:
                 self.note += (
                     ", so the bits of earlier steps may be others than those of separate passes"
@@ -347,7 +353,8 @@ class OnePass:
 
     def _record(self, trial: Trial, group: Sequence[Microbatch]) -> list[list[NotedCall]]:
         make = load_native().RecordedCalls
-        forward, backward = make(), make()
+        forward = make()
+        backward = make()
         self._run(trial.step, trial.buffers, group, forward, backward)
         self._clear(trial.buffers)
         return [[NotedCall(*call) for call in one.calls] for one in (forward, backward)]
@@ -393,7 +400,10 @@ class Trial:
     def __init__(
         self, owner: OnePass, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
     ) -> None:
-        self._owner, self.step, self.buffers, self.group = owner, step, buffers, group
+        self._owner = owner
+        self.step = step
+        self.buffers = buffers
+        self.group = group
         self._losses: list[torch.Tensor] = []
         self._sums = TreeAccumulator[GradientList](len(group), _add_lists)
 
@@ -434,7 +444,8 @@ class OnePassNotes(StepHook):
     name = "one_pass"
 
     def __init__(self, one_pass: OnePass, record: Callable[..., None]) -> None:
-        self._one_pass, self._record = one_pass, record
+        self._one_pass = one_pass
+        self._record = record
         self._said = ""
 
     def report(self, committed: CommittedStep) -> None:

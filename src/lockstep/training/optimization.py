@@ -365,7 +365,8 @@ def make_average(module: nn.Module, decay: float) -> AveragedModel:
 
     @torch.no_grad()
     def average(averaged: Any, current: Any, count: Any) -> None:
-        averaged, current = [*map(local_part, averaged)], [*map(local_part, current)]
+        averaged = [*map(local_part, averaged)]
+        current = [*map(local_part, current)]
         dtype = averaged[0].dtype  # of all: torch calls this for each device and dtype
         if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
             update(averaged, current, count)

@@ -143,7 +143,8 @@ def _make_optimizer(
     config: OptimizerConfig, named: Sequence[tuple[str, nn.Parameter]], module: nn.Module
 ) -> Optimizer:
     """Call the factory of an optimizer, and check what it returns."""
-    factory, interval = config.factory, config.scheduler_interval
+    factory = config.factory
+    interval = config.scheduler_interval
     if isinstance(factory, Optimizer) or not callable(factory):
         raise UsageError(
             "pass a factory of the optimizer, such as partial(torch.optim.SGD, lr=0.1), not an "

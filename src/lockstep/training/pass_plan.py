@@ -183,14 +183,18 @@ class _Comparison:
     """
 
     def __init__(self, one: NotedCall, several: NotedCall, segments: int) -> None:
-        self._one, self._several, self._segments = one, several, segments
-        self._name, self._kind = one.name, one.kind
+        self._one = one
+        self._several = several
+        self._segments = segments
+        self._name = one.name
+        self._kind = one.kind
         self._sizes: list[tuple[int, Any]] = []  # arguments that grow, with their smaller values
 
     def find_slices(self, *, is_backward: bool) -> Slices | None:
         """Return how the operator is called for each micro-batch; None if it is called once."""
         self._compare_values()
-        given, returned = self._find_rows("arguments"), self._find_rows("results")
+        given = self._find_rows("arguments")
+        returned = self._find_rows("results")
         has_rows = any(dimension is not None for dimension in given)
         if not has_rows:
             if (
@@ -276,7 +280,8 @@ class _Comparison:
 
     def _require_full_vectors(self, given: Sequence[int | None]) -> None:
         """Require that an operator computes every element of all micro-batches in full vectors."""
-        arguments, results = self._one.arguments, self._one.results
+        arguments = self._one.arguments
+        results = self._one.results
         # A factor is multiplied and added in one step in vectors only.
         is_scaled = self._kind in ("add", "sub", "rsub") and arguments[-1] != 1
         if self._kind in POSITION_FREE and not is_scaled:

@@ -24,7 +24,9 @@ from lockstep.launcher.run_folder import RECORD_FILE
 
 __all__ = ["count_repeated_steps", "count_work", "measure_repeated_work"]
 
-STEP, ROUND = b'{"kind":"step"', b'{"kind":"round"'  # the beginnings of lines
+# the beginnings of lines
+STEP = b'{"kind":"step"'
+ROUND = b'{"kind":"round"'
 KINDS = (b'{"kind":"run"', ROUND)
 
 

@@ -68,8 +68,11 @@ class ResumableRun:
         checkpoints: RunCheckpoints | None,
         member: Membership | None,
     ) -> None:
-        self.state, self.record, self.member = state, record, member
-        self._history, self._parallel = state.history, state.parallel
+        self.state = state
+        self.record = record
+        self.member = member
+        self._history = state.history
+        self._parallel = state.parallel
         self._checkpoints = checkpoints
         self.has_begun = False
         if checkpoints is not None:
@@ -125,14 +128,17 @@ class ResumableRun:
             )
         checkpoints.select(place)
         differences: list[str] = []
-        steps, epochs, backlog = 0, 0, list[Any]()
+        steps = 0
+        epochs = 0
+        backlog = list[Any]()
         try:
             path = checkpoints.find(place)
             if path is not None:
                 state = checkpoints.read(path, self.state.find_rows())
                 differences = self._position.load(state)
                 checkpoints.set_aside_newer(path, state["steps"])
-                steps, epochs = state["steps"], state["history"]["epochs"]
+                steps = state["steps"]
+                epochs = state["history"]["epochs"]
                 backlog = state.get("backlog", []) if place is None else []
         except LockstepError:
             checkpoints.deselect()
@@ -167,7 +173,8 @@ class ResumableRun:
 
     def _continue_round(self, origin: RestartSource) -> None:
         """Continue from the state of the last round, or from the beginning if there is none."""
-        checkpoints, number = self._checkpoints, self.state.position.attempt.trainer
+        checkpoints = self._checkpoints
+        number = self.state.position.attempt.trainer
         rows = self.state.find_rows()
         path, state = read_newest_state(origin, checkpoints, number, rows)
         steps = 0 if state is None else state["steps"]
@@ -289,7 +296,8 @@ class ResumableRun:
         """Take a step, or return its loss in the interrupted run; `batch` may be of any origin."""
         if not self.has_begun:
             self.begin()
-        log, was_resumed = self._position.log, self._position.resumed_from is not None
+        log = self._position.log
+        was_resumed = self._position.resumed_from is not None
         is_logged = self.safe_points.is_logged or (was_resumed and log.is_replaying)
         if not is_logged or log.is_inside_epoch:
             return step(batch)

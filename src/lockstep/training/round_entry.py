@@ -44,7 +44,8 @@ class RoundEntry:
         promote: Callable[[], None],
     ) -> None:
         state = run.state
-        parallel, executor = state.parallel, state.executor
+        parallel = state.parallel
+        executor = state.executor
         is_native = native_backend(parallel.device, torch.float32, parallel.group) is not None
         is_whole = isinstance(executor, WholeModelExecutor)
         shared = state.optimization.shared
@@ -53,8 +54,11 @@ class RoundEntry:
         can_notice = is_native or (member.spans_hosts and parallel.device.type == "cpu")
         can_stay = can_notice and is_whole and shared is None and not parallel.is_sharded
         self._executor = executor if can_stay else None
-        self._member, self._parallel, self._run = member, parallel, run
-        self._position, self._history = state.position, state.history
+        self._member = member
+        self._parallel = parallel
+        self._run = run
+        self._position = state.position
+        self._history = state.history
         self._promote = promote
         self._batches: WeakSet[Batches] = WeakSet()
         run.safe_points.take_part(member, run)
@@ -95,7 +99,8 @@ class RoundEntry:
     def enter_round(self, new: Round) -> None:
         """Apply the layout of a round whose group this process has joined."""
         assert isinstance(self._executor, WholeModelExecutor), "others are replaced"
-        was_rank0, parallel = self._parallel.rank == 0, self._parallel
+        was_rank0 = self._parallel.rank == 0
+        parallel = self._parallel
         parallel.enter(new.rank, find_hosts(new.world_size, 1))
         self._executor.enter_group()
         for batches in self._batches:
@@ -114,7 +119,8 @@ class RoundEntry:
         have written a step that this rank has yet to commit and write.
         """
         assert isinstance(self._executor, WholeModelExecutor), "others are replaced"
-        repeated, self._executor.repeated = self._executor.repeated, 0
+        repeated = self._executor.repeated
+        self._executor.repeated = 0
         self._history.write(
             "round",
             round=new.number,
@@ -134,7 +140,8 @@ class RoundEntry:
 
     def _share_state(self, new: Round) -> None:
         """Send the state of rank 0, which is no newcomer, to the newcomers."""
-        group, about = self._parallel.group, f"letting members join round {new.number}"
+        group = self._parallel.group
+        about = f"letting members join round {new.number}"
         tensors: dict[str, torch.Tensor] = {}
         message = b""
         if new.rank == 0:

@@ -84,7 +84,9 @@ class RunCheckpoints:
         if _latest is not None:
             _latest.close()
         _latest = self
-        self._parallel, self._config, self._run = parallel, config, run
+        self._parallel = parallel
+        self._config = config
+        self._run = run
         self._has_name = False
         self.is_open = self._is_selected = False
         self._is_successor = False  # whether this rank replaced a rank 0 that was lost
@@ -117,7 +119,8 @@ class RunCheckpoints:
     def adopt(self, folder: Path, name: str, plans: tuple[int | None, bool]) -> None:
         """Use the folder and the plans of the other ranks of an elastic run."""
         self._due_since, self.is_stopping = plans
-        self.is_open, self.run_folder = True, folder
+        self.is_open = True
+        self.run_folder = folder
         self.folder = self.writer.folder = folder / name
         hold_run(folder)
 
@@ -170,7 +173,8 @@ class RunCheckpoints:
         self._has_name, path, name = json.loads(self._tell_all(prepare))
         if not path:
             return
-        self.is_open, self.run_folder = True, Path(path)
+        self.is_open = True
+        self.run_folder = Path(path)
         self.folder = self.writer.folder = self.run_folder / name
         if self._parallel.rank == 0:
             remove_incomplete(self.folder)
@@ -266,7 +270,8 @@ class RunCheckpoints:
             if not _is_trainer(self.stateful[name])
         }
         hashes = {name: _hash(value) for name, value in compared.items()}
-        about, group = f"saving a checkpoint after step {steps}", self._parallel.group
+        about = f"saving a checkpoint after step {steps}"
+        group = self._parallel.group
         messages = exchange(lambda: json.dumps(hashes).encode(), about, group)
         everyone = [json.loads(message) for message in messages]
         differing = {name for name in hashes if len({hashes[name] for hashes in everyone}) > 1}
@@ -465,13 +470,15 @@ class RunCheckpoints:
                 failure = error
                 return type(error).__name__[0].encode() + str(error).encode()
 
-        about, group = "looking for checkpoints", self._parallel.group
+        about = "looking for checkpoints"
+        group = self._parallel.group
         message = run_transaction(
             lambda: broadcast_bytes(decide(), about, group), lambda said: said
         )
         if failure is not None:
             raise failure
-        kind, text = message[:1], message[1:].decode()
+        kind = message[:1]
+        text = message[1:].decode()
         if kind != b"+":
             raise (FileError if kind == b"F" else UsageError)(text)
         return text

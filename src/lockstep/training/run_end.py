@@ -50,7 +50,8 @@ class RunEnd:
     """
 
     def __init__(self, state: TrainingState, member: Membership | None) -> None:
-        self._state, self._history = state, state.history
+        self._state = state
+        self._history = state.history
         # Computing a digest is then a collective call.
         self._has_parts = state.parallel.has_parts
         self._member = member
@@ -68,7 +69,8 @@ class RunEnd:
         `is_recorded` only matters with stages, where it must be the same on every rank. Without
         stages, each rank that has loggers writes the digests.
         """
-        self._run, self._is_recorded = run, is_recorded
+        self._run = run
+        self._is_recorded = is_recorded
 
     def end_at_exit(self, loggers: Sequence[Logger]) -> None:
         """End the run when the process ends, or when the trainer is garbage collected.
@@ -76,7 +78,8 @@ class RunEnd:
         The newest trainer is kept alive until the process ends, so that its last line has digests.
         """
         global _newest, _owner
-        _newest, _owner = self, os.getpid()
+        _newest = self
+        _owner = os.getpid()
         _unfinished.add(self)
         self._dropped = weakref.finalize(self, _end_dropped, loggers, self._history.failures)
         self._dropped.atexit = False
@@ -96,7 +99,8 @@ class RunEnd:
             return
         self._is_finished = True
         if (failure := self._run.finish(state)) is not None:
-            state, message = "failed", str(failure)
+            state = "failed"
+            message = str(failure)
         recorders = [logger for logger in self._history.loggers if isinstance(logger, Recorder)]
         self._write_on_rank0(state, message)
         for recorder in recorders:
@@ -130,12 +134,14 @@ class RunEnd:
         self._is_finished = True
         self._run.safe_points.report_saved()
         if state == "done" and self._history.failures:
-            state, message = "failed", self._history.failures[-1]
+            state = "failed"
+            message = self._history.failures[-1]
         elif state == "done":
             try:
                 self._run.require_finished()
             except UsageError as error:
-                state, message = "failed", str(error)
+                state = "failed"
+                message = str(error)
                 if self._history.loggers:
                     log(message)
         self._write(state, message, has_digests=not self._has_parts)
@@ -143,7 +149,8 @@ class RunEnd:
     def _write(self, state: str, message: str | None, has_digests: bool) -> None:
         global _newest
         digests: dict[str, Any] = {}
-        run, is_wanted = self._run, has_digests and bool(self._history.loggers or self._has_parts)
+        run = self._run
+        is_wanted = has_digests and bool(self._history.loggers or self._has_parts)
         if is_wanted and run is not None and not run.is_replaying:
             # Ranks end one by one, so a state that the script has changed last is not read.
             names = ("digest",) if self._state.has_edits else ("digest", "optimizer_digest")
@@ -182,7 +189,8 @@ def _end_dropped(loggers: Sequence[Logger], failures: Sequence[str]) -> None:
 
 def _describe_exit() -> tuple[str, str | None]:
     """Return the state of a run whose process exits now, and the message."""
-    code, error = get_exit_code(), getattr(sys, "last_value", None)
+    code = get_exit_code()
+    error = getattr(sys, "last_value", None)
     if code == STOPPED:
         return "stopped", None
     if code not in (None, 0):

@@ -91,7 +91,8 @@ class RunRecord:
         self.path: Path | None = None
         self.checkpoints = CHECKPOINTS
         self.agreed = ("", CHECKPOINTS)
-        self._start, self._is_default = start, loggers is None
+        self._start = start
+        self._is_default = loggers is None
         self._given = _list_loggers(loggers)
         self._saves_checkpoints = config is not None
         self._fixed = next((logger for logger in self._given if isinstance(logger, Recorder)), None)
@@ -237,14 +238,16 @@ class RunRecord:
         if selected is None:
             self.begin()
         else:
-            self._has_begun, self.path = True, selected
+            self._has_begun = True
+            self.path = selected
             self._use_folder()
 
     def deselect(self) -> None:
         """Undo `select_resumed`, unless the loggers are open."""
         if self._has_begun and not self.is_open and self.path is not None:
             _uses[self.path.resolve()] -= 1
-            self._has_begun, self.path = False, None
+            self._has_begun = False
+            self.path = None
 
     def open_resumed(self) -> None:
         """Open the loggers of a run that continues, after its state has been loaded."""
@@ -429,7 +432,8 @@ def _find_family(base: Path, of_any: bool = False) -> dict[int, Path]:
     pattern = re.compile(rf"{re.escape(base.name)}(?:-([1-9]\d*))?")
     family = {}
     for name in os.listdir(base.parent) if base.parent.is_dir() else ():
-        folder, match = base.with_name(name), pattern.fullmatch(name)
+        folder = base.with_name(name)
+        match = pattern.fullmatch(name)
         if match is None or not _holds_run(folder):
             continue
         if not match[1] or of_any or _is_run_of(base.name, folder):

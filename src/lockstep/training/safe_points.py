@@ -55,9 +55,12 @@ class SafePoints(StepHook):
         checkpoints: RunCheckpoints | None,
         member: Membership | None,
     ) -> None:
-        self._position, self._history = position, position.state.history
-        self._checkpoints, self._member = checkpoints, member
-        self._is_due, self.saves = False, 0
+        self._position = position
+        self._history = position.state.history
+        self._checkpoints = checkpoints
+        self._member = member
+        self._is_due = False
+        self.saves = 0
         self._asked_round = -1  # at whose end members join or leave, as this rank knows; -1: none
         self._ending_round = -1  # the same, as rank 0 has told all ranks
         self._safe_state: LastSafeState | None = None
@@ -102,7 +105,8 @@ class SafePoints(StepHook):
 
     def begin(self, step: StepContext, batch: Any) -> None:
         """Decide whether this rank wants a checkpoint, and ask the launcher for newcomers."""
-        checkpoints, member = self._checkpoints, self._member
+        checkpoints = self._checkpoints
+        member = self._member
         self._is_due = checkpoints is not None and checkpoints.is_due_after(step.number + 1)
         is_asked = member is not None and step.parallel.rank == 0 and member.poll()
         self._asked_round = member.round if member is not None and is_asked else -1
@@ -219,7 +223,8 @@ class SafePoints(StepHook):
             member: This process.
             run: The run, by which its trainer is found among the registered objects of others.
         """
-        state, stateful = self._position.state, self._position.stateful
+        state = self._position.state
+        stateful = self._position.stateful
         self._safe_state = LastSafeState(member, state, stateful, run)
         self.is_logged = True
 

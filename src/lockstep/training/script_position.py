@@ -54,7 +54,8 @@ class ScriptPosition:
         settings: Mapping[str, str],
         checkpoints: RunCheckpoints | None,
     ) -> None:
-        self.state, self._settings = state, settings
+        self.state = state
+        self._settings = settings
         self._checkpoints = checkpoints
         self.log = CallJournal()
         self.has_joined = self.is_state_transferred = False
@@ -124,7 +125,8 @@ class ScriptPosition:
 
     def restore(self) -> None:
         """Restore the loaded state, if there is one, and write the line of a round."""
-        state, self._restored = self._restored, None
+        state = self._restored
+        self._restored = None
         if state is not None:
             with refusing_misfits("the state of the checkpoint"):
                 self.state.load_local(state)
@@ -138,7 +140,8 @@ class ScriptPosition:
             if self.has_joined:
                 self.state.position.begin_round()
         if self.round_line:
-            line, self.round_line = self.round_line, {}
+            line = self.round_line
+            self.round_line = {}
             self.state.history.write("round", **line, continued=time.time())
             if state is not None or not self.is_state_transferred:
                 report_to_launcher({"kind": "resumed"})

@@ -202,7 +202,8 @@ class ScriptSteps:
 
     def fail(self, error: BaseException) -> None:
         """Undo the step after an exception, and raise it, unless the step has to be repeated."""
-        opened, self.opened = self.opened, None
+        opened = self.opened
+        self.opened = None
         if opened is None:
             raise error
         opened.fail(error)

@@ -179,7 +179,8 @@ class Services:
             UsageError: The run has no folder, since it is not recorded.
         """
         self._run.begin()
-        record, is_temporary = self.engine.record, self.engine.is_in_session
+        record = self.engine.record
+        is_temporary = self.engine.is_in_session
         folder: Path = record.share_folder(self.parallel.group, is_temporary)
         return folder
 

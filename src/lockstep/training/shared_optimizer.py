@@ -91,8 +91,11 @@ class SharedOptimizer:
         shards: Shards,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._optimizer, self._parameters = optimizer, list(parameters)
-        self._gradients, self._shards, self._group = gradients, shards, group
+        self._optimizer = optimizer
+        self._parameters = list(parameters)
+        self._gradients = gradients
+        self._shards = shards
+        self._group = group
         self._rank = dist.get_rank(group)
         number: dict[torch.Tensor, int] = {parameter: n for n, parameter in enumerate(parameters)}
         self._groups = [
@@ -461,7 +464,8 @@ class SharedOptimizer:
         ]
         self._optimizer.load_state_dict({"state": {}, "param_groups": packed})
         self._optimizer.state.clear()
-        self.stepped, self._kept = set(), {}
+        self.stepped = set()
+        self._kept = {}
         self._missing.clear()
         self._write_state(whole)
         self._note_state()
@@ -475,7 +479,8 @@ class SharedOptimizer:
         for piece, parameter in self._pieces.items():
             model = self._parameters[piece.index]
             for key, value in whole.get(piece.index, {}).items():
-                stored, entry = self._places[piece][key], self._get_entries(piece.index)[key]
+                stored = self._places[piece][key]
+                entry = self._get_entries(piece.index)[key]
                 if entry.kind == "elements":
                     vector = in_memory_order(in_format_of(value, model))
                     stored.copy_(vector[piece.start : piece.stop])

@@ -72,7 +72,9 @@ class SharedParameters:
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None
     ) -> None:
-        self._group, self._step, self.is_committed = group, 0, False
+        self._group = group
+        self._step = 0
+        self.is_committed = False
         self.parameters = list(parameters)
         # Of the latest decision (2 * step if it is committed, one more if it is aborted); torn.
         self._words = create_group_tensor(2, torch.int64, group)
@@ -98,7 +100,9 @@ class SharedParameters:
         """
         # Counted from the last decision, since this rank may have been interrupted before it.
         self._step = atomic_load(self._words, 0) // 2 + 1
-        self.is_committed, lost, failure = False, None, None
+        self.is_committed = False
+        lost = None
+        failure = None
         try:
             with Waiting(f"barrier, {about}"):
                 dist.barrier(self._group)
@@ -111,11 +115,15 @@ class SharedParameters:
             yield
         except Exception as error:
             failure = error
-        rank, first_told = dist.get_rank(self._group), lambda left, right: left or right
+        rank = dist.get_rank(self._group)
+
+        def choose_first(left: str, right: str) -> str:
+            return left or right
+
         told = f"rank {rank}: {type(failure).__name__}: {failure}" if failure else ""
         try:
             told = all_reduce_messages(
-                told, first_told, str.encode, bytes.decode, about, self._group
+                told, choose_first, str.encode, bytes.decode, about, self._group
             )
         except Exception:
             atomic_store(self._words, 1, 1)

@@ -83,10 +83,8 @@ def share_parameters(
             )
         _require_plain_layout(name, parameter)
     parameters = [parameter for _, parameter in named]
-    numels, dtypes = (
-        [parameter.numel() for parameter in parameters],
-        [parameter.dtype for parameter in parameters],
-    )
+    numels = [parameter.numel() for parameter in parameters]
+    dtypes = [parameter.dtype for parameter in parameters]
     shards = Shards(numels, dtypes, parallel.replicas, BUCKET_BYTES, BUCKET_BYTES // 16)
     shards.cover([n for n, parameter in enumerate(parameters) if parameter.requires_grad])
     gradients = GradientReducer(named, parallel.group, shards, modules)

@@ -120,8 +120,11 @@ class TrainingState:
         history: History,
         position: Position,
     ) -> None:
-        self.module, self.optimization, self.parallel = module, optimization, parallel
-        self.executor, self.history = executor, history
+        self.module = module
+        self.optimization = optimization
+        self.parallel = parallel
+        self.executor = executor
+        self.history = history
         self.position = position
         self._names = optimization.names
         average = optimization.average
@@ -222,7 +225,8 @@ class TrainingState:
         self._require_whole()
         if self.placement is None:
             return digest(self.optimization.tensors())
-        order, states = self._order(), self.optimizer_state()["state"]
+        order = self._order()
+        states = self.optimizer_state()["state"]
         return digest(name_optimizer_tensors({order[n]: state for n, state in states.items()}))
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,10 +292,13 @@ class TrainingState:
     def load_position(self, state: Mapping[str, Any]) -> None:
         """Load a position that `position_state` returned; older states lack some entries."""
         self.history.load_state_dict(state.get("history") or {"open": state["open_epoch"]})
-        position, steps = self.position, state["steps"]
-        position.steps, position.epoch = steps, state["epoch"]
+        position = self.position
+        steps = state["steps"]
+        position.steps = steps
+        position.epoch = state["epoch"]
         position.attempt = Attempt(position.attempt.trainer, steps, steps - 1)
-        scale, saved = self.parallel.loss_scale, state.get("loss_scale")
+        scale = self.parallel.loss_scale
+        saved = state.get("loss_scale")
         if scale is not None and saved is not None:
             scale.load_state_dict(saved)
 

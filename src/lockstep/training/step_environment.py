@@ -94,7 +94,8 @@ class CollectiveCallCheck(StepHook):
     """
 
     def __init__(self, position: Position) -> None:
-        self._position, self._where = position, ""
+        self._position = position
+        self._where = ""
         self._guard = CollectiveCallGuard(self._find_place)
 
     def begin(self, step: StepContext, batch: Any) -> CollectiveCallGuard:

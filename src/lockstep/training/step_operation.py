@@ -313,7 +313,8 @@ class OpenStep:
         Returns:
             Whether the step is committed; otherwise it is repeated.
         """
-        member, operation = self._member, self._operation
+        member = self._member
+        operation = self._operation
         try:
             if isinstance(error, RepeatStep):
                 operation.optimizer_step.undo()

@@ -116,7 +116,8 @@ class StepUsage(StepHook):
     name = "usage"
 
     def __init__(self) -> None:
-        self._peak, self._due = 0, -math.inf
+        self._peak = 0
+        self._due = -math.inf
         # The end of the previous step, if the ranks of this one ended it together.
         self._ended: float | None = None
         self._ranks: tuple[int, int] | None = None
@@ -160,7 +161,8 @@ class StepUsage(StepHook):
         self._waited = Waited.seconds
         if step.parallel.replicas * step.parallel.stages == 1:  # it waits for no other rank
             row = value.rows[0]
-            compute, data = row.compute + times.updated - times.reduced, row.data
+            compute = row.compute + times.updated - times.reduced
+            data = row.data
             seconds = row.compute + row.idle + data + times.updated - times.arrived
             ranks = [[compute, 0.0, row.idle, data]]
             return {"seconds": seconds, "ranks": ranks, "outside": [row.outside]}

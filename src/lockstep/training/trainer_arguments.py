@@ -34,7 +34,8 @@ def compare_arguments(model: object, values: Mapping[str, Any]) -> dict[str, str
     description = describe_environment()
     for name, value in values.items():
         description |= describe(name, value)
-    about, advice = "the arguments of a Trainer", "give every rank the same arguments and settings"
+    about = "the arguments of a Trainer"
+    advice = "give every rank the same arguments and settings"
     verify_across_ranks(about, description, advice)
     return description
 

@@ -106,7 +106,8 @@ class Observation(StepHook):
     """
 
     def __init__(self, observer: TrainerObserver, position: Position) -> None:
-        self.observer, self._position = observer, position
+        self.observer = observer
+        self._position = position
 
     def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
         """Let the observer of the step record its micro-batches."""

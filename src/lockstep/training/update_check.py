@@ -127,8 +127,10 @@ class UpdateCheck(StepHook):
         find_name: Callable[[torch.Tensor], str],
         write: Callable[..., None],
     ) -> None:
-        self._config, self._rank = config, rank
-        self._find_name, self._write = find_name, write
+        self._config = config
+        self._rank = rank
+        self._find_name = find_name
+        self._write = write
         self._step = -1  # the step that is audited; -1 for none
         self._kept: _Kept | None = None
         self._corrections = 0
@@ -197,7 +199,8 @@ class UpdateCheck(StepHook):
 
     def _verify(self, optimizer: Optimizer) -> None:
         """Compute the updates again, and correct or report a difference."""
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         if kept is None or not kept.windows:
             return
         values = [window.read(optimizer) for window in kept.windows]
@@ -249,7 +252,8 @@ class UpdateCheck(StepHook):
         name = self._find_name(_find_damaged(kept.windows, *updates[:2]))
         computations = [update.computation for update in updates]
         verdict = judge(computations)
-        culprit, place = verdict.culprit, f"step {self._step}"
+        culprit = verdict.culprit
+        place = f"step {self._step}"
         if not verdict.is_single or culprit is None:
             # torch's optimizers are deterministic.
             blame = find_blame(verdict.votes, "processor")

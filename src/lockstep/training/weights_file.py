@@ -113,7 +113,8 @@ def plan_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
         sizes: The bytes of each tensor, by name.
         limit: The most bytes of a part of several tensors.
     """
-    parts, held = [list[str]()], 0
+    parts = [list[str]()]
+    held = 0
     for name, size in sizes.items():
         if parts[-1] and held + size > limit:
             parts.append([])
@@ -134,7 +135,8 @@ def _save_parts(
     plan = json.dumps(plan_parts(sizes, PART_BYTES)).encode()
     parts = json.loads(broadcast_bytes(plan, "saving weights in parts", group))
     _write_on_rank0(path, lambda: path.unlink(missing_ok=True), group)
-    stem, index = path.name.removesuffix(INDEX), dict[str, str]()
+    stem = path.name.removesuffix(INDEX)
+    index = dict[str, str]()
     for number, names in enumerate(parts, 1):
         file = f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
         index |= dict.fromkeys(names, file)

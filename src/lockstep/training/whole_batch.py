@@ -58,7 +58,8 @@ def backward_whole_batch(
     *batches: Any,
 ) -> torch.Tensor:
     """Run backward from a loss of the whole batch; see `ManualStep.backward_whole_batch`."""
-    step, parallel = loop.step, loop.parallel
+    step = loop.step
+    parallel = loop.parallel
     batch = loop.start(*batches)
     if len(step.shares) < batch.leaves:
         raise UsageError(

@@ -61,9 +61,13 @@ class WholeModelExecutor:
         seed: int,
         make_passes: Callable[[RngScopes, LossRoot], GroupedPasses | None] | None = None,
     ) -> None:
-        self._parallel, self._called, self._module = parallel, called, module
-        self._gradients, self._blocks = gradients, blocks
-        self._metrics, self._seed = metrics, seed
+        self._parallel = parallel
+        self._called = called
+        self._module = module
+        self._gradients = gradients
+        self._blocks = blocks
+        self._metrics = metrics
+        self._seed = seed
         self._modules = parallel.modules_with(module)
         self._scopes = make_rng_scopes(find_scopes(called, blocks), called, seed, parallel.device)
         self._roots = LossRoot(parallel.loss_scale)
@@ -109,7 +113,8 @@ class WholeModelExecutor:
     @contextmanager
     def open(self, step: StepContext) -> Iterator[MicrobatchLoop]:
         """Seed the generators while the body computes a step."""
-        self._loop, self.parts = None, []
+        self._loop = None
+        self.parts = []
         buffers = Buffers(self._modules)
         loop = MicrobatchLoop(
             step,
@@ -158,7 +163,8 @@ class WholeModelExecutor:
     def repeat(self, microbatch: Microbatch, share: float) -> dict[str, int]:
         """Compute a micro-batch again, inside of `open`; return hashes of its results."""
         assert self._loop is not None
-        loop, parallel = self._loop, self._parallel
+        loop = self._loop
+        parallel = self._parallel
         parameters = [part for module in self._modules.values() for part in module.parameters()]
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -185,8 +191,10 @@ class WholeModelExecutor:
     def find_calls(self) -> list[WatchedCalls]:
         """Return the calls of the model, which the script makes in a manual step."""
         assert self._loop is not None
-        modules, watch = {"": self._module}, partial(watch_calls, self._called)
-        buffers, sharded = self._loop.buffers, self.sharded
+        modules = {"": self._module}
+        watch = partial(watch_calls, self._called)
+        buffers = self._loop.buffers
+        sharded = self.sharded
         return [
             WatchedCalls(0, modules, self._scopes, buffers, self._called, watch, sharded=sharded)
         ]

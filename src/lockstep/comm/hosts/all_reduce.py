@@ -56,9 +56,12 @@ class HostAllReduce(ReproducibleAllReduce):
         nodes_by_rank: Sequence[Sequence[tuple[int, int]]],
         leaves: int,
     ) -> None:
-        self._group, self.bucket = group, bucket
-        host, self._position = group.map.host_of(group.rank), group.map.local_rank(group.rank)
-        ranks, own = group.map.hosts[host], nodes_by_rank[group.rank]
+        self._group = group
+        self.bucket = bucket
+        host = group.map.host_of(group.rank)
+        self._position = group.map.local_rank(group.rank)
+        ranks = group.map.hosts[host]
+        own = nodes_by_rank[group.rank]
         host_nodes = find_host_nodes(group.map.hosts, nodes_by_rank, leaves)
         slices = min(map(len, group.map.hosts))
         line = ALIGNMENT // bucket.dtype.itemsize
@@ -116,7 +119,8 @@ class HostAllReduce(ReproducibleAllReduce):
         """Send this rank's slice of the sums of this host to other hosts."""
         if self._is_sent:
             return
-        self._is_sent, held = True, dict[tuple[int, int], Values]()
+        self._is_sent = True
+        held = dict[tuple[int, int], Values]()
         for node, local in self._local.items():
             with self._group.explaining(self._call):
                 sums = local.gather()
@@ -178,8 +182,10 @@ class BetweenHosts(PortableAllReduce):
         leaves: int,
         host: int,
     ) -> None:
-        self._hosts, self._peers = group, peers
-        self._call, self._tag = "", 0
+        self._hosts = group
+        self._peers = peers
+        self._call = ""
+        self._tag = 0
         super().__init__(bucket, host_nodes, leaves, torch.device("cpu"), None, host)
 
     def start(self, held: Held, call: str, tag: int) -> None:
@@ -190,7 +196,8 @@ class BetweenHosts(PortableAllReduce):
             call: The call, for messages.
             tag: The first of the two tags of its messages.
         """
-        self._call, self._tag = call, tag
+        self._call = call
+        self._tag = tag
         self.launch(held)
 
     def _exchange_rows(self) -> PendingMessages:
@@ -204,7 +211,9 @@ class BetweenHosts(PortableAllReduce):
         self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor], tag: int
     ) -> PendingMessages:
         """Send a vector of bytes to every host, and receive one from each."""
-        group, gloo, works = self._hosts, self._hosts.gloo, []
+        group = self._hosts
+        gloo = self._hosts.gloo
+        works = []
         for host, peer in enumerate(self._peers):
             if host == self._rank:
                 into[host].copy_(out[host])

@@ -88,11 +88,16 @@ class HostGroup:
         gloo: Any,
         timeout: float,
     ) -> None:
-        self.map, self.rank, self.name = hosts, rank, name
-        self._global_ranks, self._host_names = tuple(global_ranks), tuple(host_names)
+        self.map = hosts
+        self.rank = rank
+        self.name = name
+        self._global_ranks = tuple(global_ranks)
+        self._host_names = tuple(host_names)
         self._cause = FailureCause(store)
-        self.local, self.gloo = local, gloo
-        self.timeout, self._sums_begun = timeout, 0
+        self.local = local
+        self.gloo = gloo
+        self.timeout = timeout
+        self._sums_begun = 0
         self.failure: Failure | None = None
         self._failing = threading.Lock()
         self.process = os.getpid()

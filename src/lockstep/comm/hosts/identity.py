@@ -87,7 +87,8 @@ def is_surely_one_host(size: int) -> bool:
         return False
     if _declared is not None:
         return _declared
-    local, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    world = os.environ.get("WORLD_SIZE")
     if local is not None and local == world:
         return True
     master = os.environ.get("MASTER_ADDR", "")

@@ -62,7 +62,9 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, group: HostGroup, store: Any) -> None:
         super().__init__(group.rank, group.map.size)
-        self._rank, self._store, self.host_group = group.rank, store, group
+        self._rank = group.rank
+        self._store = store
+        self.host_group = group
         # The name and the description are in torch's C++ backends, of which this group has none.
         self._name = self._description = ""
         self._calls = 0
@@ -134,14 +136,18 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
     def _call(
         self, method: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> HostWork:
-        group, peer = self.host_group, None
+        group = self.host_group
+        peer = None
         if method not in MESSAGES:
             number = self._calls = self._calls + 1
             text, awaited = f"{name} #{number}", "the other ranks"
         elif method == "recv_anysource":
-            number, text, awaited = 0, name, "any rank"
+            number = 0
+            text = name
+            awaited = "any rank"
         else:
-            number, peer = 0, int(arguments[1])
+            number = 0
+            peer = int(arguments[1])
             text = f"{name} {'to' if name == 'send' else 'from'} {group.format_rank(peer)}"
             awaited = group.describe(peer)
         self._check_usable(text)
@@ -214,8 +220,12 @@ class HostWork(dist.Work):
         patience: float = 0.0,
     ) -> None:
         super().__init__()
-        self._group, self._call, self._awaited = group, call, awaited
-        self._peer, self._poll, self._patience = peer, poll, patience
+        self._group = group
+        self._call = call
+        self._awaited = awaited
+        self._peer = peer
+        self._poll = poll
+        self._patience = patience
         self._seconds = group.timeout
         try:
             self._work = begin()
@@ -233,7 +243,8 @@ class HostWork(dist.Work):
         Raises:
             RuntimeError: The call failed, or did not complete in time.
         """
-        group, native = self._group, load_native()
+        group = self._group
+        native = load_native()
         seconds = timeout.total_seconds() or self._seconds
         deadline = time.monotonic() + seconds + self._patience
         awaited = ALL_OTHERS if self._peer is None else group.global_rank(self._peer)

@@ -35,7 +35,8 @@ class BindingError(ImportError):
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(f"{reason}: {advice}")
-        self.reason, self.advice = reason, advice
+        self.reason = reason
+        self.advice = advice
 
 
 def load_binding() -> ModuleType:
@@ -78,7 +79,8 @@ def find_bindings() -> list[Path]:
     if sys.platform != "linux":
         raise BindingError(f"it needs Linux, and this is {sys.platform}", "use gloo")
     try:
-        cache, wanted = get_cache_folder(), current_abi()
+        cache = get_cache_folder()
+        wanted = current_abi()
     except OSError as error:
         reason = f"the C++ source {error.filename} cannot be read ({error.strerror})"
         raise BindingError(reason, "correct its permissions or reinstall torch-lockstep") from None

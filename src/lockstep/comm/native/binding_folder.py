@@ -39,7 +39,9 @@ __all__ = [
 
 PACKAGE_FOLDER = Path(__file__).parents[2] / "bindings"
 
-ABI, LOCK, REASON = "key.json", ".lock", "reason.txt"
+ABI = "key.json"
+LOCK = ".lock"
+REASON = "reason.txt"
 
 
 def get_cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

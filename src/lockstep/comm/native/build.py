@@ -183,7 +183,8 @@ def find_requirements() -> tuple[str, ...]:
     Raises:
         CompilationError: The compiler, or something else that a build needs, is missing.
     """
-    compiler, include = find_compiler(), sysconfig.get_path("include")
+    compiler = find_compiler()
+    include = sysconfig.get_path("include")
     if not list_sources(CSRC, ".cpp"):
         raise CompilationError(f"the C++ sources are missing in {CSRC}", "reinstall torch-lockstep")
     if not Path(include, "Python.h").is_file():

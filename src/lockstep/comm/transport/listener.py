@@ -66,7 +66,8 @@ class RefusalLog:
 
     def report(self, now: float) -> str:
         """Return one line about all connections since the last report."""
-        reasons, self._reasons = self._reasons, Counter()
+        reasons = self._reasons
+        self._reasons = Counter()
         self._due = now + REPORT_INTERVAL
         if reasons.total() == 1:
             (reason,) = reasons
@@ -127,7 +128,8 @@ class MessageListener:
         self._queue: queue.SimpleQueue[MessageConnection] = queue.SimpleQueue()
         self._start_handshake = partial(answer, secret, purpose)
         self._accepted = accepted or self._queue.put
-        self._refused, self._max_payload = refused, max_payload
+        self._refused = refused
+        self._max_payload = max_payload
         self._refusals = RefusalLog()
         self._pending: dict[socket.socket, Pending] = {}  # oldest first
         self._is_open = True
@@ -247,7 +249,8 @@ class MessageListener:
             if len(pending.received) < pending.missing:
                 continue
             step = pending.steps.send(pending.received)
-            pending.received, pending.missing = b"", step.size
+            pending.received = b""
+            pending.missing = step.size
             if step.send:
                 pending.is_introduced = True
                 pending.end.send(step.send)  # the first bytes of this connection: there is room

@@ -88,7 +88,8 @@ class MessageCodec:
         self.rest = self.rest[count:]
         if self.rest:
             return None
-        content, proof = self._part[:-PROOF], self._part[-PROOF:]
+        content = self._part[:-PROOF]
+        proof = self._part[-PROOF:]
         kind = SIZES_PART if self._sizes is None else CONTENT_PART
         if not hmac.compare_digest(proof, prove(self._receiving, kind, self._received, content)):
             raise ForgedMessage("a message without its proof")

@@ -46,7 +46,8 @@ class MessageConnection:
     def __init__(self, end: socket.socket, keys: Keys, max_payload: int = 0) -> None:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setblocking(False)
-        self._end, self._codec = end, MessageCodec(keys, max_payload)
+        self._end = end
+        self._codec = MessageCodec(keys, max_payload)
 
     @property
     def peer(self) -> str:

@@ -42,10 +42,13 @@ __all__ = [
 ]
 
 SECRET_SIZE = 32  # bytes
-SECRET, SECRET_FILE = "LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"
+SECRET = "LOCKSTEP_SECRET"
+SECRET_FILE = "LOCKSTEP_SECRET_FILE"
 KEY_VARIABLE = "LOCKSTEP_DRIVER_KEY"
 KEY_SOURCE = f"a key file or {KEY_VARIABLE}"
-RUN_SECRET, DRIVER_KEY = "secret of a run", "driver key"  # their names in messages
+# their names in messages
+RUN_SECRET = "secret of a run"
+DRIVER_KEY = "driver key"
 
 
 def create_secret_file(path: Path, noun: str) -> bytes:

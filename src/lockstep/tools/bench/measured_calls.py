@@ -58,7 +58,8 @@ def make_torch_call(
 def make_mpi_call(mpi: Any, name: str, send: torch.Tensor, receive: torch.Tensor) -> Call:
     """Return a call of MPI's collective `name`; `mpi` is the module of mpi4py."""
     comm = mpi.COMM_WORLD
-    rank, ranks = comm.Get_rank(), comm.Get_size()
+    rank = comm.Get_rank()
+    ranks = comm.Get_size()
     is_root = rank == ROOT
     sent, received = ([buffer.numpy(), mpi.FLOAT] for buffer in (send, receive))
     match name:
@@ -84,7 +85,8 @@ def make_mpi_call(mpi: Any, name: str, send: torch.Tensor, receive: torch.Tensor
             return partial(comm.Barrier)
     if (other := partner(rank, ranks)) is None:
         return _do_nothing
-    sending, receiving = partial(comm.Send, sent, other), partial(comm.Recv, received, other)
+    sending = partial(comm.Send, sent, other)
+    receiving = partial(comm.Recv, received, other)
     return partial(_call_both, *((sending, receiving) if rank < other else (receiving, sending)))
 
 

@@ -16,7 +16,9 @@ from lockstep.tools.report.picture import Label, Line, Picture, text_width
 
 __all__ = ["draw"]
 
-WIDTH, HEIGHT, MARGIN = 1200, 675, 56
+WIDTH = 1200
+HEIGHT = 675
+MARGIN = 56
 INK, SOFT, FAINT, PAPER = "#16202e", "#5a6675", "#e4e8ee", "#ffffff"
 COLORS = ("#0b6bb8", "#d1570c", "#157f4d", "#b9509a", "#8a5a00", "#5b4bb3")
 LABELS = 6  # the largest number of ticks on the size axis
@@ -54,7 +56,8 @@ def draw(results: Sequence[Measurement], machine: str, command: str) -> Picture:
         left = MARGIN + number * width
         picture.add(Label(left, 188, title, 17, INK, bold=True))
         curves = _make_curves(shown, values)
-        low, high = (min(one.low.min() for one in curves), max(one.high.max() for one in curves))
+        low = min(one.low.min() for one in curves)
+        high = max(one.high.max() for one in curves)
         axes = _size_axis(shown), log_axis(float(low), float(high), format_value)
         box = (left, 208, left + width - 30, 620)
         draw_chart(picture, curves, axes, box, [colors[one.name] for one in curves], SOFT, FAINT)

@@ -95,7 +95,8 @@ def measure(plan: Plan) -> list[Measurement]:
         if plan.is_bound:
             allowed = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {allowed[world.rank % len(allowed)]})
-        collective, results = COLLECTIVES[plan.collective], []
+        collective = COLLECTIVES[plan.collective]
+        results = []
         counts = (collective.elements(size, ITEM_BYTES, world.world_size) for size in plan.sizes)
         for count in dict.fromkeys(counts):
             size = collective.bytes(count, ITEM_BYTES, world.world_size)
@@ -136,12 +137,16 @@ def _measure_size(
     start_barrier: StartBarrier,
 ) -> None:
     """Measure the contenders at one size, for about `seconds` each."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     pattern = make_pattern(count)
     blocks: dict[str, Callable[[int], list[float]]] = {}
     calls = dict.fromkeys((one.name for one in contenders), 2)
     for one in contenders:
-        one.times, one.rounds, one.wrong, one.error = [], 0, 0, ""
+        one.times = []
+        one.rounds = 0
+        one.wrong = 0
+        one.error = ""
         try:
             buffers = WorkloadBuffers(collective, pattern, rank, ranks, one.is_shared)
             call = one.make_call(collective.name, buffers.send, buffers.receive)
@@ -167,7 +172,8 @@ def _run_block(
 ) -> list[float]:
     """Run a block of calls; return the seconds of each, on its slowest rank."""
     times, wrong = buffers.time_block(call, calls, start_barrier.wait)
-    slowest, all_wrong = torch.tensor(times), torch.tensor([wrong])
+    slowest = torch.tensor(times)
+    all_wrong = torch.tensor([wrong])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(all_wrong)
     one.wrong += int(all_wrong)
@@ -194,7 +200,8 @@ def main() -> None:
     from mpi4py import MPI
 
     text, path = sys.argv[1:]
-    plan, comm = Plan(**json.loads(text)), MPI.COMM_WORLD
+    plan = Plan(**json.loads(text))
+    comm = MPI.COMM_WORLD
     if comm.Get_size() != plan.ranks:
         sys.exit(
             f"each of the {plan.ranks} ranks is alone in {_name_library(MPI)}, the MPI of mpi4py: "

@@ -21,7 +21,8 @@ __all__ = [
     "rows",
 ]
 
-DTYPE, ITEM_BYTES = "float32", 4
+DTYPE = "float32"
+ITEM_BYTES = 4
 """The data type of all elements, and its size."""
 
 COLUMNS = (

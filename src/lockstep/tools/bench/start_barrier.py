@@ -58,7 +58,9 @@ class StartBarrier:
 
     def _wait_yielding(self, other: int, count: int) -> None:
         """Wait for a rank, and yield the core to other processes between polls."""
-        arrivals, polls, deadline = self._arrivals, 0, time.monotonic() + self._timeout
+        arrivals = self._arrivals
+        polls = 0
+        deadline = time.monotonic() + self._timeout
         while arrivals[other] < count:
             os.sched_yield()
             polls += 1

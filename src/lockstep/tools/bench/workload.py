@@ -52,10 +52,12 @@ class WorkloadBuffers:
         ranks: int,
         is_shared: bool = False,
     ) -> None:
-        self._pattern, self._ranks = pattern, ranks
+        self._pattern = pattern
+        self._ranks = ranks
         self.is_round_trip = collective.name == "send_recv"
         """Whether a call sends the message back and forth."""
-        self._before, self._after = collective.before(rank, ranks), collective.after(rank, ranks)
+        self._before = collective.before(rank, ranks)
+        self._after = collective.after(rank, ranks)
         sent, received = (len(parts) * len(pattern) for parts in (self._before, self._after))
         if collective.is_in_place:
             self.send = self.receive = _make_buffer(max(sent, received), is_shared)

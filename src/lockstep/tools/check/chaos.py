@@ -183,7 +183,8 @@ def disturb(
         if folder is not None:
             killer.begin(ranks, rounds, folder)
 
-    failure, begun = "", time.monotonic()
+    failure = ""
+    begun = time.monotonic()
     with killer:
         try:
             launch_elastic(config, watch)

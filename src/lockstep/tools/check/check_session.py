@@ -42,7 +42,8 @@ class CheckSession:
         steps: int,
         record: Callable[[TrainerFingerprint | StepFingerprint], None],
     ) -> None:
-        self.layout, self.steps = layout, steps
+        self.layout = layout
+        self.steps = steps
         self.record = record
         self._trainers: list[CheckedTrainer] = []
 
@@ -77,7 +78,8 @@ class CheckedTrainer:
     checkpoint: Path | None = None
 
     def __init__(self, session: CheckSession, number: int, trainer: ObservedTrainer) -> None:
-        self._session, self._trainer = session, trainer
+        self._session = session
+        self._trainer = trainer
         self.steps = 0  # committed
         self.fingerprinter = Fingerprinter(
             number,
@@ -95,7 +97,8 @@ class CheckedTrainer:
     def commit(self, result: StepResult) -> None:
         """Record a step; raise SessionComplete when no trainer needs another one."""
         trainer = self._trainer
-        loss, state = result.loss, trainer.optimizer_state()
+        loss = result.loss
+        state = trainer.optimizer_state()
         self._session.record(self.fingerprinter.commit(loss, trainer.digest(), state))
         self.steps += 1
         self._session.end_if_complete()
@@ -118,5 +121,6 @@ def choose_options(
     elif blocks is None:
         count = len(model)
     balance = [len(span) for span in split_evenly(count, stages)] if count >= stages else None
-    schedule, per_rank = layout.schedule, layout.stages_per_rank
+    schedule = layout.schedule
+    per_rank = layout.stages_per_rank
     return PipelineConfig(layout.stages, schedule, blocks, balance, per_rank), False

@@ -112,7 +112,8 @@ def first_difference(
     Returns:
         The difference. None: all values that can be compared are equal.
     """
-    ranks, size = [*reference, *other], len(reference)
+    ranks = [*reference, *other]
+    size = len(reference)
     if is_complete and len({len(rank.trainers) for rank in ranks}) > 1:
         return LayoutDifference("script", None, "steps")
     trainers = reference[0].trainers
@@ -122,7 +123,8 @@ def first_difference(
             return _placed(difference, size, 0, number)
     for position in range(_length(ranks) if is_complete else _length(reference)):
         taken = [step for rank in ranks for step in rank.steps[position : position + 1]]
-        number, step = taken[0].trainer, taken[0].step
+        number = taken[0].trainer
+        step = taken[0].step
         if len({(one.trainer, one.step) for one in taken}) > 1 or (
             is_complete and len(taken) < len(ranks)
         ):
@@ -184,7 +186,8 @@ def _forward(
     reference: Sequence[StepFingerprint], other: Sequence[StepFingerprint]
 ) -> LayoutDifference | None:
     """Compare the module calls and the loss of each micro-batch, in order."""
-    here, there = _calls(reference), _calls(other)
+    here = _calls(reference)
+    there = _calls(other)
     losses: dict[int, set[str]] = {}
     for step in (*reference, *other):
         for microbatch, loss in step.losses.items():

@@ -94,7 +94,9 @@ class Killer:
         self, planned: Sequence[PlannedKill], step_seconds: float, report: Callable[[str], None]
     ) -> None:
         self.kills: list[Kill] = []
-        self._planned, self._step_seconds, self._report = planned, step_seconds, report
+        self._planned = planned
+        self._step_seconds = step_seconds
+        self._report = report
         self._file: BinaryIO | None = None
         self._rest = b""
         self._steps = -1  # number of recorded steps; -1 before the first line
@@ -183,7 +185,8 @@ class Killer:
             if line["kind"] == "step":
                 self._steps = line["step"] + 1
             elif line["kind"] == "round":
-                self._steps, self._round = line["step"], line["round"]
+                self._steps = line["step"]
+                self._round = line["round"]
             else:
                 self._steps = max(self._steps, 0)
 

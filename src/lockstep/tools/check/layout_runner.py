@@ -96,7 +96,8 @@ def run_layout(
     ranks = tuple(map(_fingerprint, run.values))
     if run.error is None:
         return LayoutRun(layout, steps, run.seconds, ranks)
-    said, is_refused = str(run.error), is_refusal(layout, run.error)
+    said = str(run.error)
+    is_refused = is_refusal(layout, run.error)
     if is_refused:  # by every rank, so the number of the first one to do so is left out
         said = re.sub(r"^rank \d+ failed: ", "", said)
     return LayoutRun(layout, steps, run.seconds, ranks, said, False, is_refused, run.details)

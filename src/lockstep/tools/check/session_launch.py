@@ -69,7 +69,8 @@ def launch_session(
         has_terminal: Whether the ranks have this terminal, instead of a log.
     """
     with exiting_on_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-session-") as name:
-        folder, begun = Path(name), time.monotonic()
+        folder = Path(name)
+        begun = time.monotonic()
         error: RankError | None = None
         try:
             order = (start, tuple(arguments), folder, has_terminal)

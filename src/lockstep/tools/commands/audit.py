@@ -71,7 +71,8 @@ def _choose_steps(run: RecordedRun, steps: str | None) -> tuple[int, int]:
     match = RANGE.fullmatch(steps)
     if match is None or int(match[2] or match[1]) < int(match[1]):
         raise UsageError(f"--steps {steps}: give a step or a range of steps, such as 40-99")
-    first, last = int(match[1]), int(match[2] or match[1])
+    first = int(match[1])
+    last = int(match[2] or match[1])
     if last > newest:
         raise UsageError(
             f"--steps {steps}: {run.folder} has {newest + 1} steps; the last one is {newest}"
@@ -87,7 +88,8 @@ def _print(result: RecordAudit, what: str) -> None:
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     print_table(["", "recorded on", "this machine"], [row for row in rows if row[1] or row[2]])
     click.echo()
-    difference, sentences = result.difference, list[str]()
+    difference = result.difference
+    sentences = list[str]()
     if result.verdict == "same":
         digests = ", ".join(map(str, result.digests))
         compared = f"; digests of the weights after {digests} steps" if digests else ""

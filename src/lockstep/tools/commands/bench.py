@@ -108,7 +108,8 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
     from lockstep.tools.bench.ranks import Plan
     from lockstep.tools.report.terminal import print_sentences, print_table
 
-    machine, typed = describe_machine(), command_line()
+    machine = describe_machine()
+    typed = command_line()
     click.echo(f"# {machine}\n# {typed}")
     everything: list[Measurement] = []
     records: list[dict[str, Any]] = []
@@ -225,7 +226,8 @@ def check_memory(size: int, ranks: int, backends: int) -> None:
     """Raise UsageError if the buffers of all ranks do not fit into memory."""
     import psutil
 
-    needed, free = size * ranks * (2 * backends + 5), psutil.virtual_memory().available
+    needed = size * ranks * (2 * backends + 5)
+    free = psutil.virtual_memory().available
     if needed > free:
         raise UsageError(
             f"{format_size(size)} on {ranks} ranks of {backends} backends needs about "
@@ -239,7 +241,8 @@ def describe_machine() -> str:
     from lockstep.processor_core import count_usable_cores
     from lockstep.record.run_environment import processor_name
 
-    count, load = count_usable_cores(), os.getloadavg()[0]
+    count = count_usable_cores()
+    load = os.getloadavg()[0]
     cores = f"{count} core{'s' if count > 1 else ''}"
     return f"{processor_name()}, {cores}, load {load:.1f} at the start"
 

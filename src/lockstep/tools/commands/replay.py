@@ -81,7 +81,8 @@ def command(
     recorded = find_recorded(recording, steps, step)
     _require_step(recording, recorded, max(steps, default=-1) + 1, step)
     _require_microbatch(recording, recorded, microbatch, step)
-    program, base = read_program(recording, step), find_base(recording, step)
+    program = read_program(recording, step)
+    base = find_base(recording, step)
     for obstacle in find_obstacles(recording, step, program, base):
         log(obstacle)
     request = ReplayRequest(
@@ -92,7 +93,8 @@ def command(
         microbatch=microbatch,
         debug=debug,
     )
-    shown, ranks = escape_control(run), format_quantity(nprocs, "rank")
+    shown = escape_control(run)
+    ranks = format_quantity(nprocs, "rank")
     click.echo(f"replaying step {step} of {shown} on {ranks}, from {base}", err=True)
     replay = run_program(program, base, request)
     result = compare(request, recorded, replay)
@@ -131,11 +133,14 @@ def _print(result: ReplayComparison) -> None:
     """Print the result, and the last lines of a program that failed."""
     from lockstep.tools.report.terminal import print_sentences, print_table
 
-    request, recorded, replay = result.request, result.recorded, result.replay
+    request = result.request
+    recorded = result.recorded
+    replay = result.replay
     what = f"step {request.first}"
     if request.microbatch is not None:
         what += f", micro-batch {request.microbatch}"
-    plain, rows = result.plain(), []
+    plain = result.plain()
+    rows = []
     for name in ("loss", "norm", "digest"):
         row = [_cell(plain, key) for key in (name, f"recorded_{name}")]
         if any(row):

@@ -324,7 +324,9 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
 
 def _choose_nprocs(options: dict[str, Any], nnodes: int) -> tuple[int, int | None]:
     """Return the largest number of ranks on a host, and the smallest of an elastic run."""
-    nprocs, least, most = options["nproc_per_node"], options["min"], options["max"]
+    nprocs = options["nproc_per_node"]
+    least = options["min"]
+    most = options["max"]
     if most is not None and nprocs not in (None, str(most)):
         raise UsageError(
             f"-n {nprocs} and --max {most}: both are the number of ranks to begin with; give one"
@@ -351,7 +353,8 @@ def _read_task(options: dict[str, Any], nnodes: int) -> RankInfo | None:
 def _choose_master(
     options: dict[str, Any], nnodes: int, started_by: RankInfo | None
 ) -> tuple[str, int]:
-    address, port = strip_brackets(options["master_addr"]), options["master_port"]
+    address = strip_brackets(options["master_addr"])
+    port = options["master_port"]
     if options["standalone"]:
         return LOOPBACK, 0
     if options["rdzv_endpoint"]:

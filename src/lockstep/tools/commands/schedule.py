@@ -138,10 +138,12 @@ def draw_ranks(one: SchedulePlan, scale: float) -> list[Text]:
     """
     from rich.text import Text
 
-    ranks, margin = len(one.schedule), name_width(one)
+    ranks = len(one.schedule)
+    margin = name_width(one)
     lines = [Text(f"rank {rank}".ljust(margin)) for rank in range(ranks)]
     for span in one.simulation.spans:
-        line, action = lines[span.rank], span.action
+        line = lines[span.rank]
+        action = span.action
         begin, end = (margin + round(time * scale) for time in (span.begin, span.end))
         line.append(" " * (begin - len(line)))
         label = f"{action.microbatch}"
@@ -159,7 +161,8 @@ def name_width(one: SchedulePlan) -> int:
 
 def make_row(one: SchedulePlan, base: SchedulePlan) -> list[str]:
     """Return the table row of a plan."""
-    length, whole = one.simulation.makespan, base.simulation.makespan
+    length = one.simulation.makespan
+    whole = base.simulation.makespan
     return [
         one.name,
         format_number(length),

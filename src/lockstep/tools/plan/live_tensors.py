@@ -41,7 +41,8 @@ class LiveTensors(TorchDispatchMode):
         return outputs
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self._known:
             self._known.add(key)
             self._bytes += size

@@ -127,7 +127,8 @@ def plan_storages(training: TrainingMemory, hosts: int, ranks: int) -> list[Stor
     """
     per_host = ranks // hosts
     homes = [rank // per_host for rank in range(ranks)]
-    whole, leaves = (training.parameters, training.gradients, training.optimizer), training.leaves
+    whole = (training.parameters, training.gradients, training.optimizer)
+    leaves = training.leaves
 
     def make(
         storage: str, homes: Sequence[int], sizes: tuple[int, int, int], **rest: Any
@@ -195,15 +196,18 @@ def count_sums(span: range, leaves: int) -> int:
 
 def _plan_sharded(training: TrainingMemory, hosts: int, per_host: int, storage: str) -> StoragePlan:
     """Return the plan of parameters, gradients and optimizer state divided over ranks."""
-    leaves, ranks = training.leaves, hosts * per_host
+    leaves = training.leaves
+    ranks = hosts * per_host
     shards, copies = (per_host, hosts) if storage == "hybrid" else (ranks, 1)
     if ranks & (ranks - 1) or leaves % ranks:
         reason = f"the number of ranks must be a power of two that divides {leaves} micro-batches"
         return StoragePlan(storage, refusal=reason)
     if reason := training.refusals.get("sharded", ""):
         return StoragePlan(storage, refusal=reason)
-    turns, sums = leaves // ranks, leaves // shards
-    lists, homes = count_sums(range(turns), sums), _group(range(copies))
+    turns = leaves // ranks
+    sums = leaves // shards
+    lists = count_sums(range(turns), sums)
+    homes = _group(range(copies))
     buckets = len(assign_nodes(sums, homes)[0]) if copies > 1 else 0
     _, between = _count_traffic(sums, homes, -(-training.gradients // shards))
     rest = training.parameters - sum(training.blocks)
@@ -235,7 +239,8 @@ def _group(homes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 def _count_lists(leaves: int, hosts: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
     """Return the lists of gradients of the rank that holds most, and those in its buckets."""
-    spans, nodes = assign_microbatches(leaves, hosts), assign_nodes(leaves, hosts)
+    spans = assign_microbatches(leaves, hosts)
+    nodes = assign_nodes(leaves, hosts)
     lists = [
         (count_sums(span, leaves), len(own) if len(spans) > 1 else 0)
         for span, own in zip(spans, nodes, strict=True)
@@ -255,7 +260,9 @@ def _count_traffic(
         scatter: Whether each rank gets its slice of the sum only.
     """
     nodes = assign_nodes(leaves, hosts)
-    others, local, network = len(hosts) - 1, 0, 0
+    others = len(hosts) - 1
+    local = 0
+    network = 0
     for ranks_here, sums in zip(hosts, find_host_nodes(hosts, nodes, leaves), strict=True):
         here = len(ranks_here)
         # A rank reads its slice of the nodes of the others, and writes the sum for each of them.
@@ -278,13 +285,15 @@ def _count_stage_traffic(
     training: TrainingMemory, balance: Sequence[int], sizes: Sequence[int], homes: Sequence[int]
 ) -> tuple[int, int]:
     """Return the traffic of stages: gradients of each stage, and outputs between stages."""
-    stages, hosts = len(balance), homes[-1] + 1
+    stages = len(balance)
+    hosts = homes[-1] + 1
     replicas = len(homes) // stages
     local = network = 0
     for stage, end in enumerate(accumulate(balance)):
         size = training.gradients * sizes[stage] // max(training.parameters, 1)
         traffic = _count_traffic(training.leaves, _group(homes[stage::stages]), size)
-        local, network = local + traffic[0], network + traffic[1]
+        local = local + traffic[0]
+        network = network + traffic[1]
         if stage + 1 < stages:  # outputs of all micro-batches, and their gradients
             sent = 2 * training.outputs[end - 1] * training.leaves // replicas
             pairs = zip(homes[stage::stages], homes[stage + 1 :: stages], strict=True)

@@ -58,7 +58,8 @@ class MemorySession:
     """
 
     def __init__(self, record: Callable[[TrainingMemory], None], ranks: int) -> None:
-        self._record, self._ranks = record, ranks
+        self._record = record
+        self._ranks = ranks
         self._blocks: Blocks | None = None
         self.optimizers: Sequence[Optimizer] = ()
 
@@ -116,7 +117,8 @@ class MeasuredTrainer:
     checkpoint: Path | None = None
 
     def __init__(self, session: MemorySession, trainer: ObservedTrainer, blocks: list[str]) -> None:
-        self._session, self._trainer = session, trainer
+        self._session = session
+        self._trainer = trainer
         self._blocks = [trainer.module.get_submodule(name) for name in blocks]
         self._outputs = [0] * len(blocks)
         self._steps = 0

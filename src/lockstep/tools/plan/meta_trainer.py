@@ -77,7 +77,9 @@ class MetaTrainer:
         pipeline: Any = None,
         **options: Any,
     ) -> None:
-        self._session, self._loss, self._microbatches = session, loss, microbatches
+        self._session = session
+        self._loss = loss
+        self._microbatches = microbatches
         self._configs = list_configs(optimizer)
         self._model = model if isinstance(model, nn.Module) else build_sequence(model, ())
         names = find_block_names(self._model, pipeline and pipeline.blocks)

@@ -124,7 +124,8 @@ def train(options: Options, folder: str) -> dict[str, Any]:
         progress=not options.quiet,
     ) as trainer:
         if (progress := trainer.history.progress) is not None:
-            layout, backend = _layout(current_world().world_size, options), current_world().backend
+            layout = _layout(current_world().world_size, options)
+            backend = current_world().backend
             progress.title = f"{options.recipe}, {layout}, {backend}"
             progress.epochs = options.epochs
         for epoch in range(options.epochs):

@@ -38,7 +38,8 @@ class Future(Generic[T]):
     """
 
     def __init__(self, rank: int, what: str, wait: Wait) -> None:
-        self.rank, self.what = rank, what
+        self.rank = rank
+        self.what = what
         self._wait = wait
         self._settled = threading.Event()
         self._value: Any = None
@@ -90,7 +91,8 @@ class Future(Generic[T]):
 
     def set_failure(self, failure: Outcome, cause: BaseException | None = None) -> None:
         """Make `result` raise; `cause` is the exception itself, if it could be sent."""
-        self._failure, self._cause = failure, cause
+        self._failure = failure
+        self._cause = cause
         self._settled.set()
 
 
@@ -139,7 +141,9 @@ class Calls:
         wait: Wait,
         watch: Callable[[int, Sequence[Future[Any]]], None],
     ) -> None:
-        self._post, self._wait, self._watch = post, wait, watch
+        self._post = post
+        self._wait = wait
+        self._watch = watch
         self._numbers = itertools.count()
         self._pending: dict[tuple[int, int], Future[Any]] = {}  # by the rank that must answer
 
@@ -188,7 +192,8 @@ class Calls:
         try:
             value = pickle.loads(message["payload"]) if "payload" in message else None
         except Exception as error:  # the value, or the class of the exception, is unknown here
-            value, reason = None, f"{type(error).__name__}: {error}"
+            value = None
+            reason = f"{type(error).__name__}: {error}"
             if message["kind"] == "value":
                 reason = f"sent a value that cannot be unpickled: {reason}"
                 future.set_failure(make_lost_outcome(rank, reason))

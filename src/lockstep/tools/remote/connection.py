@@ -62,8 +62,10 @@ class Connection:
         on_message: Callable[[Connection, Message], None],
         on_lost: Callable[[Connection, str], None],
     ) -> None:
-        self._connection, self._silence = connection, silence
-        self._on_message, self._on_lost = on_message, on_lost
+        self._connection = connection
+        self._silence = silence
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._posted: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._is_closed = False
         self._threads = [

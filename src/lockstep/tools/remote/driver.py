@@ -97,7 +97,8 @@ class Driver:
         address, port = parse_endpoint(listen, "listen")
         world = {"backend": backend, "timeout": timeout, "threads": threads}
         world["device"] = None if device is None else str(device)
-        self._key_file, self._timeout = key_file, timeout
+        self._key_file = key_file
+        self._timeout = timeout
         key = make_key(key_file)
         self._make_pool = partial(WorkerPool, nprocs, remote, address, port, key, timeout, world)
         self._start_workers(remote)
@@ -203,7 +204,8 @@ class Worker:
     """One worker, from the driver's point of view."""
 
     def __init__(self, pool: WorkerPool, rank: int) -> None:
-        self._pool, self.rank = pool, rank
+        self._pool = pool
+        self.rank = rank
 
     def run(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call `function` there and return its value."""

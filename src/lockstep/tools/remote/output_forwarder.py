@@ -64,7 +64,8 @@ class OutputForwarder:
         finally:
             with self._changed:
                 self._waiting -= 1
-                live, self._live = self._live, None
+                live = self._live
+                self._live = None
             if live is not None:
                 live.close()
             self._show()
@@ -97,7 +98,8 @@ class OutputForwarder:
             stream = getattr(sys, name)
             stream.write(text)
             stream.flush()
-        lines, self._progress = self._progress, None
+        lines = self._progress
+        self._progress = None
         if lines and self._waiting and has_display():
             is_region = is_terminal(sys.stderr)
             self._live = self._live or (LiveRegion if is_region else LiveLine)(sys.stderr)
@@ -117,7 +119,8 @@ class LiveLine:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._width = stream, 0
+        self._stream = stream
+        self._width = 0
 
     def draw(self, lines: Sequence[str]) -> None:
         """Write the first two lines of a live region, without their markup, as one line."""

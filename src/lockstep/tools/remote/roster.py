@@ -92,7 +92,9 @@ class Roster:
 
     def add_worker(self, connection: Connection, hello: Message) -> str:
         """Add a worker; return why it is refused, or an empty string."""
-        host, index, count = hello["host"], hello["index"], hello["workers"]
+        host = hello["host"]
+        index = hello["index"]
+        count = hello["workers"]
         with self._lock:
             if host not in self.hosts:
                 if count > self._wanted:

@@ -41,7 +41,8 @@ class TrainerProxy:
                 "the trainer of a driver takes no checkpoint=: save trainer.state_dict() in the "
                 "driver, or train with a script and `lockstep run`"
             )
-        self._pool, self._number = pool, next(_numbers)
+        self._pool = pool
+        self._number = next(_numbers)
         pool.require_world()
         payload = serialize((drop_actor, (self._number,), {}))
         drop = {"kind": "call", "number": None, "payload": payload, "is_shared": False}

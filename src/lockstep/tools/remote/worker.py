@@ -79,7 +79,8 @@ class WorkerServer:
             raise self._error
 
     def _end(self, error: LockstepError | None = None) -> None:
-        self._error, self._is_ended = error, True
+        self._error = error
+        self._is_ended = True
         self._tasks.put(lambda: None)
         self._continued.put(None)
 

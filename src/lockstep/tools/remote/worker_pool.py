@@ -61,11 +61,14 @@ class WorkerPool:
         silence: float,
         world: dict[str, Any],
     ) -> None:
-        self.size, self.remote, self.output = nprocs + remote, remote, OutputForwarder()
+        self.size = nprocs + remote
+        self.remote = remote
+        self.output = OutputForwarder()
         self.recovery = HangRecovery()
         self.calls = Calls(self.post, self.output.wait, self.recovery.watch)
         self.workers: list[WorkerHandle] = []  # in rank order, once all have connected
-        self._roster, self._silence = Roster(nprocs, remote), silence
+        self._roster = Roster(nprocs, remote)
+        self._silence = silence
         self._answers: deque[tuple[int, Message]] = deque()
         self._owner = os.getpid()
         self._is_closing = False
@@ -248,7 +251,8 @@ class WorkerPool:
         for index, reason, status in self._local.new_ends():
             for worker in workers:
                 if (worker.host, worker.index) == (self._roster.hosts[0], index):
-                    worker.process_ended, worker.status = reason, status
+                    worker.process_ended = reason
+                    worker.status = status
         now = time.monotonic()
         for worker in workers:
             if worker.decide_end(now, SETTLE):

@@ -130,7 +130,8 @@ class Search:
         self.remarks: list[str] = []
         self.model = ""
         self.is_exact: list[bool | None] = [None, None]
-        self._runs, self._log = (a, b), log
+        self._runs = (a, b)
+        self._log = log
 
     def find(self, first: int, last: int) -> Divergence | None:
         """Return the first difference; None if only the records themselves show one.
@@ -247,7 +248,8 @@ class Search:
         run = self._runs[side]
         request = ReplayRequest(run.folder, first, last, level=level, kept=kept)
         try:
-            program, base = read_program(run.run, first), find_base(run.run, first)
+            program = read_program(run.run, first)
+            base = find_base(run.run, first)
             for obstacle in find_obstacles(run.run, first, program, base):
                 remark = f"{run.name}: {obstacle}"
                 if remark not in self.remarks:

@@ -44,7 +44,8 @@ DIRECTION_NAMES = {
 
 def describe_divergence(result: Bisection) -> str:
     """Return the result in one sentence."""
-    a, b = result.a.name, result.b.name
+    a = result.a.name
+    b = result.b.name
     divergence = result.divergence
     if divergence is None:
         return f"{a} and {b} agree in everything that both recorded."
@@ -110,7 +111,8 @@ def _describe_call(run: RecordedRun, call: OperatorCall | None, step: int) -> di
 
 def list_sentences(result: Bisection) -> list[str]:
     """Return sentences about what was compared and how far the result can be trusted."""
-    a, b = result.a, result.b
+    a = result.a
+    b = result.b
     exact = "Replays of both runs compute what was recorded, bit for bit."
     return [
         *_element_sentence(result.divergence),
@@ -155,7 +157,8 @@ def _compared_sentence(result: Bisection) -> str:
 
 def _list_compared(result: Bisection) -> tuple[int, list[int]]:
     """Return the number of common steps, and the numbers of steps with a digest in both records."""
-    a, b = result.a, result.b
+    a = result.a
+    b = result.b
     steps = {step.step for step in a.steps} & {step.step for step in b.steps}
     return len(steps), sorted(a.run.digests.keys() & b.run.digests.keys())
 

@@ -299,7 +299,8 @@ def locate_tensor(
     if divergence.what in ("initial", "between"):
         operand = _reader_of(divergence.parameter, a, b)
     elif difference is not None and difference.a is not None and difference.b is not None:
-        is_input, position = difference.kind == "input", difference.position or 0
+        is_input = difference.kind == "input"
+        position = difference.position or 0
         operand = OperandLocation(difference.a, difference.b, is_input, position)
     if operand is None or operand.types(a, b) is None:
         return None

@@ -47,14 +47,16 @@ def first_element_difference(a: torch.Tensor, b: torch.Tensor) -> ElementDiffere
     Returns:
         The first difference; None if all elements are equal.
     """
-    a, b = _plain(a), _plain(b)
+    a = _plain(a)
+    b = _plain(b)
     unequal = (_bits(a) != _bits(b)).any(dim=-1)
     count = int(unequal.sum())
     if not count:
         return None
     flat = int(unequal.reshape(-1).to(torch.uint8).argmax())
     index = tuple(int(position) for position in torch.unravel_index(torch.tensor(flat), a.shape))
-    x, y = a[index], b[index]
+    x = a[index]
+    y = b[index]
     return ElementDifference(index, x.item(), y.item(), _distance(x, y), count)
 
 
@@ -80,7 +82,8 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> int | None:
         parts = [_distance(*pair) for pair in ((a.real, b.real), (a.imag, b.imag))]
         known = [distance for distance in parts if distance is not None]
         return max(known) if len(known) == len(parts) else None
-    x, y = a.item(), b.item()
+    x = a.item()
+    y = b.item()
     if not a.is_floating_point():
         return abs(int(x) - int(y))
     if math.isnan(x) or math.isnan(y):

@@ -66,7 +66,8 @@ class RecordAudit:
     def machines(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """The machine that recorded the last compared step, and this one."""
         step = self.last if self.difference is None else self.difference.step
-        recorded, here = as_dict(self.run.run.latest("environment", step)), describe_environment()
+        recorded = as_dict(self.run.run.latest("environment", step))
+        here = describe_environment()
         return {name: recorded.get(name) for name in MACHINE}, {
             name: here[name] for name in MACHINE
         }
@@ -110,9 +111,11 @@ def audit_record(
     Raises:
         UsageError: The run cannot be replayed.
     """
-    begun, result = time.monotonic(), RecordAudit(run, first, last)
+    begun = time.monotonic()
+    result = RecordAudit(run, first, last)
     for begin, end in _split_at_resumptions(run, first, last):
-        program, base = read_program(run.run, begin), find_base(run.run, begin)
+        program = read_program(run.run, begin)
+        base = find_base(run.run, begin)
         for obstacle in find_obstacles(run.run, begin, program, base):
             warn(obstacle)
         request = ReplayRequest(run.folder, begin, end)

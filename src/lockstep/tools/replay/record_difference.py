@@ -119,7 +119,8 @@ def step_differences(a: Identified, b: Identified) -> Iterator[RecordDifference]
                 what = "loss of the micro-batch"
                 yield RecordDifference(a.step, what, number, x, y)
     for what in ("loss", "norm"):
-        ours, theirs = getattr(a, what), getattr(b, what)
+        ours = getattr(a, what)
+        theirs = getattr(b, what)
         if None not in (ours, theirs) and _text(ours) != _text(theirs):
             yield RecordDifference(a.step, what, None, _text(ours), _text(theirs))
 

@@ -101,7 +101,8 @@ def read_program(run: Run, step: int) -> Program:
         raise UsageError(
             f"{run.folder} does not say which program it ran, so no step can be replayed"
         )
-    kind, target = str(program.get("kind")), str(program.get("target"))
+    kind = str(program.get("kind"))
+    target = str(program.get("target"))
     environ = {str(name): str(value) for name, value in as_dict(program.get("environ")).items()}
     threads = as_dict(run.latest("layout", step)).get("threads")
     if isinstance(threads, int):
@@ -125,8 +126,10 @@ def read_program(run: Run, step: int) -> Program:
             f"the command of {run.folder} contained a secret, which is not stored, so it cannot be "
             "replayed"
         )
-    trainer, torch_seed = run.latest("trainer", step), run.latest("torch_seed", step)
-    path, launch = program.get("path"), program.get("launch")
+    trainer = run.latest("trainer", step)
+    torch_seed = run.latest("torch_seed", step)
+    path = program.get("path")
+    launch = program.get("launch")
     return Program(
         kind,
         target,
@@ -158,7 +161,8 @@ def find_base(run: Run, step: int) -> Base:
     }
     # Checkpoints elsewhere, such as the one of another run from which this run began.
     for line in (*run.checkpoints, *run.resumes):
-        recorded, steps = line.get("path") or line.get("checkpoint"), line.get("step")
+        recorded = line.get("path") or line.get("checkpoint")
+        steps = line.get("step")
         if not isinstance(recorded, str) or not isinstance(steps, int):
             continue
         if (Path(recorded) / MANIFEST).is_file():
@@ -187,7 +191,8 @@ def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[st
             f"the run was resumed after step {number}, from a checkpoint that is gone: the steps "
             f"from {base.steps} on are computed as the resumed program would have"
         )
-    recorded, here = as_dict(run.latest("environment", step)), describe_environment()
+    recorded = as_dict(run.latest("environment", step))
+    here = describe_environment()
     if recorded.get("portable"):  # which the ranks verify
         here |= {name: recorded.get(name) for name in ("arithmetic", "portable", "instructions")}
     elif _choose_kernels(program.environ) != _choose_kernels(os.environ):

@@ -63,9 +63,11 @@ class RecordedRun:
 
     def find_deviation(self, replay: Replay) -> RecordDifference | None:
         """Return the first difference between the record and a replay; None if it has none."""
-        steps, digests = {step.step: step for step in self.steps}, self.run.digests
+        steps = {step.step: step for step in self.steps}
+        digests = self.run.digests
         for step in replay.steps:
-            recorded, digest = steps.get(step.step), digests.get(step.step + 1)
+            recorded = steps.get(step.step)
+            digest = digests.get(step.step + 1)
             for difference in replay_differences(recorded, digest, step):
                 return difference
         return None
@@ -97,7 +99,8 @@ def read_recorded_run(path: Path, name: str = "") -> RecordedRun:
 
 def find_source_differences(a: RecordedRun, b: RecordedRun, step: int) -> list[str]:
     """Return the names of source files that both runs stored for a step, and that differ."""
-    ours, theirs = a.find_sources(step), b.find_sources(step)
+    ours = a.find_sources(step)
+    theirs = b.find_sources(step)
     return [
         name
         for name, file in ours.items()

@@ -69,7 +69,8 @@ class ReplayComparison:
 
     def plain(self) -> dict[str, Any]:
         """Return the object for `--json`."""
-        ranks, microbatch = self.request.ranks, self.request.microbatch
+        ranks = self.request.ranks
+        microbatch = self.request.microbatch
         loss, norm = _results(self.replayed, microbatch)
         recorded_loss, recorded_norm = _results(self.recorded.step, microbatch)
         digest = None if self.replayed is None or microbatch is not None else self.replayed.digest
@@ -125,11 +126,14 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Repla
         return replace(result, differences=(f"the replay failed: {replay.failure}",))
     if recorded.step is None:
         return result
-    step, digest, microbatch = recorded.step, recorded.digest, request.microbatch
+    step = recorded.step
+    digest = recorded.digest
+    microbatch = request.microbatch
     losses = "losses of the micro-batches"
     if microbatch is not None:
         alone = [loss if m == microbatch else None for m, loss in enumerate(step.losses)]
-        step, digest = replace(step, loss=None, norm=None, losses=tuple(alone)), None
+        step = replace(step, loss=None, norm=None, losses=tuple(alone))
+        digest = None
         losses = f"loss of micro-batch {microbatch}"
     values = {
         "samples of the batch": None if replayed.batch is None else step.batch,
@@ -154,7 +158,8 @@ def _compare_stop(result: ReplayComparison) -> ReplayComparison:
 
     Nothing is recorded of the other micro-batches of the step.
     """
-    request, recorded = result.request, result.recorded
+    request = result.request
+    recorded = result.recorded
     now = result.replay.failure
     if result.replayed is not None and request.is_alone:
         if request.microbatch != recorded.microbatch:

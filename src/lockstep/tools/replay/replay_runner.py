@@ -39,7 +39,8 @@ def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
     with _environment(program):
         order = (program, base, request)
         run = launch_session(_start, order, request.ranks, has_terminal=request.debug)
-    steps, failure = run.values[0], "" if run.error is None else str(run.error)
+    steps = run.values[0]
+    failure = "" if run.error is None else str(run.error)
     is_left = run.error is not None and run.error.exception == DEBUGGER_LEFT
     if not failure and len(steps) != request.last + 1 - request.first:
         failure = f"the program ended before step {request.last} was finished"
@@ -54,7 +55,8 @@ def _environment(program: Program) -> Iterator[None]:
     other variables that torch reads when it is loaded, the ranks get a new fork server.
     """
     before = dict(os.environ)
-    here, recorded = select_variables(before), program.environ
+    here = select_variables(before)
+    recorded = program.environ
     sources: Iterable[bytes] = ()
     if program.sources is not None:
         sources = StoredSources(program.sources).contents()

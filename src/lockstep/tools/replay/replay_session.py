@@ -51,8 +51,10 @@ class ReplaySession:
         checkpoint: Path | None,
         record: Callable[[ReplayedStep], None],
     ) -> None:
-        self.request, self.record = request, record
-        self.trainer, self._checkpoint = trainer, checkpoint
+        self.request = request
+        self.record = record
+        self.trainer = trainer
+        self._checkpoint = checkpoint
         self._counts: Counter[int | None] = Counter()  # trainers per call of `launch`
 
     def options(
@@ -92,7 +94,8 @@ class ReplayedTrainer:
     def __init__(
         self, session: ReplaySession, trainer: ObservedTrainer, checkpoint: Path | None
     ) -> None:
-        self._session, self._trainer = session, trainer
+        self._session = session
+        self._trainer = trainer
         self.checkpoint = checkpoint
         self._fingerprinter: Fingerprinter | None = None
         self._tracer: OperatorTracer | None = None
@@ -136,7 +139,9 @@ class ReplayedTrainer:
 
     def _record(self, result: StepResult) -> None:
         """Record a wanted step; with pipeline stages this is a collective call."""
-        digest, fingerprints, tracer = self._trainer.digest(), [], self._tracer
+        digest = self._trainer.digest()
+        fingerprints = []
+        tracer = self._tracer
         if self._fingerprinter is not None:
             state = self._trainer.optimizer_state()
             fingerprint = self._fingerprinter.commit(result.loss, digest, state)

@@ -53,7 +53,9 @@ class LoneMicrobatch(StepObserver):
         called: nn.Module,
         finish: FinishMicrobatch,
     ) -> None:
-        self._request, self._called, self._finish = request, called, finish
+        self._request = request
+        self._called = called
+        self._finish = finish
         self._loss: float | None = None
         self._samples: tuple[int, ...] | None = None
 
@@ -100,7 +102,8 @@ class LoneMicrobatch(StepObserver):
         """Return a sentence about the samples; "" if they are not known."""
         if self._samples is None:
             return ""
-        number, listed = self._request.microbatch, ", ".join(map(str, self._samples))
+        number = self._request.microbatch
+        listed = ", ".join(map(str, self._samples))
         return f"micro-batch {number} has the samples {listed} of the dataset"
 
 

@@ -156,7 +156,8 @@ def resume_table(run: Run) -> list[list[str]]:
 
 
 def _quality_cells(line: dict[str, Any], metrics: list[str]) -> list[str]:
-    loss, values = number_or(line.get("loss")), numbers_of(line.get("metrics"))
+    loss = number_or(line.get("loss"))
+    values = numbers_of(line.get("metrics"))
     cells = [format_loss(loss) if math.isfinite(loss) else ""]
     for name in metrics:
         value = values.get(name, math.nan)

@@ -30,7 +30,10 @@ Format = Callable[[float], str]
 
 MIN_RANGE = 1e-300  # smaller numbers lose digits, and their fractions become 0
 BAND_OPACITY = 0.25
-LEFT, BOTTOM, TEXT = 64, 24, 12  # the margins for the labels, and the size of their text, in points
+# the margins for the labels, and the size of their text, in points
+LEFT = 64
+BOTTOM = 24
+TEXT = 12
 NAME = 18  # the height of the name of an axis, in points
 
 
@@ -57,10 +60,12 @@ class Axis:
         Values beyond the axis are clipped to its ends. On a logarithmic axis, values that are not
         positive are NaN.
         """
-        low, high = self.low, self.high
+        low = self.low
+        high = self.high
         if self.is_log:
             values = np.log(np.where(values > 0, values, np.nan))
-            low, high = math.log(low), math.log(high)
+            low = math.log(low)
+            high = math.log(high)
         return np.clip((values - low) / (high - low), 0.0, 1.0)
 
     def with_ticks(self, marks: Sequence[float], label: Format) -> Axis:
@@ -74,9 +79,11 @@ def linear_axis(low: float, high: float, label: Format = format_number, count: i
     """Return an axis that extends to round numbers beyond `low` and `high`."""
     if not high - low > MIN_RANGE:
         margin = abs(low) * 0.1 if abs(low) > 10 * MIN_RANGE else 0.5
-        low, high = low - margin, high + margin
+        low = low - margin
+        high = high + margin
     step = _round_step((high - low) / count)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     marks = [number * step for number in range(first, last + 1)]
     return Axis(marks[0], marks[-1]).with_ticks(marks, label)
 
@@ -88,9 +95,11 @@ def log_axis(low: float, high: float, label: Format = format_number) -> Axis:
     """
     low = max(low, high * 1e-12)
     if not high > low * (1 + 1e-9):  # a narrower range would have no ticks
-        low, high = low / 2, high * 2
+        low = low / 2
+        high = high * 2
     margin = (high / low) ** 0.03
-    low, high = low / margin, high * margin
+    low = low / margin
+    high = high * margin
     marks = next(filter(lambda marks: len(marks) >= 2, _log_marks(low, high)), [low, high])
     return Axis(low, high, is_log=True).with_ticks(marks, label)
 
@@ -189,7 +198,10 @@ def draw_chart(
         faint: The color of the grid.
         x_name: What the axis of x shows, such as "step"; "" if its labels say it.
     """
-    left, top, right, bottom = box[0] + LEFT, box[1], box[2], box[3] - BOTTOM
+    left = box[0] + LEFT
+    top = box[1]
+    right = box[2]
+    bottom = box[3] - BOTTOM
     if x_name:
         picture.add(Label((left + right) / 2, box[3] - 6, x_name, TEXT, ink, "middle"))
         bottom -= NAME
@@ -210,7 +222,8 @@ def draw_chart(
     for curve, color in zip(curves, colors, strict=True):
         low = np.where(curve.low > 0, curve.low, up.low) if up.is_log else curve.low
         for part in _finite_runs(up.positions(curve.y)):
-            x, points = curve.x[part], place(curve.x[part], curve.y[part])
+            x = curve.x[part]
+            points = place(curve.x[part], curve.y[part])
             outline = place(x, curve.high[part]) + place(x, low[part])[::-1]
             if curve.is_dotted or len(points) == 1:
                 picture.add(*(Dot(*point, 4, color) for point in points))

@@ -36,7 +36,9 @@ from lockstep.tools.report.summary import name_weights, number_or, numbers_of
 
 __all__ = ["LoggedValue", "RunChart", "draw_run_charts", "logged_histograms", "logged_images"]
 
-WIDTH, HEIGHT = 440, 216  # points; a phone shows them with larger text, see style.css
+# points; a phone shows them with larger text, see style.css
+WIDTH = 440
+HEIGHT = 216
 COLORS = ("var(--c0)", "var(--c1)")
 MAX_POINTS = 400  # points of a curve
 MAX_X_TICKS = 4  # steps between them; more would overlap on a phone
@@ -63,7 +65,8 @@ def draw_run_charts(run: Run) -> list[RunChart]:
 
 
 def _draw(run: Run) -> Iterator[RunChart]:
-    steps, numbers = run.steps, _step_numbers(run)
+    steps = run.steps
+    numbers = _step_numbers(run)
     yield from _chart("loss", "Loss", [_steps("training", numbers, steps.loss),
                                        _evaluations(run, None)], may_be_log=True)  # fmt: skip
     for name in _metric_names(run):
@@ -99,7 +102,8 @@ def _chart(
         np.clip(np.concatenate(parts), -MAX_VALUE, MAX_VALUE)
         for parts in ([one.low for one in curves], [one.high for one in curves])
     )
-    low, high = float(np.nanmin(lows)), float(np.nanmax(highs))
+    low = float(np.nanmin(lows))
+    high = float(np.nanmax(highs))
     is_log = may_be_log and 0 < low < high / LOG_RANGE
     y = log_axis(low, high, label) if is_log else linear_axis(low, high, label)
     first = float(min(one.x[0] for one in curves))
@@ -129,7 +133,8 @@ def _steps(name: str, x: Column, y: Column) -> Curve | None:
 
 def _evaluations(run: Run, metric: str | None) -> Curve | None:
     """Return the evaluations of a run, each at the last step of its epoch."""
-    epochs, numbers = run.steps.epoch, _step_numbers(run)
+    epochs = run.steps.epoch
+    numbers = _step_numbers(run)
     ends = np.flatnonzero(np.append(np.diff(epochs) != 0, len(epochs) > 0))
     last_steps = dict(zip(epochs[ends].tolist(), numbers[ends].tolist(), strict=True))
     points = []
@@ -156,7 +161,8 @@ def _logged_numbers(run: Run) -> dict[str, dict[float, float]]:
     """Return the numbers that the script logged, by name and step."""
     values: dict[str, dict[float, float]] = {}
     for line in run.logged:
-        step, value = number_or(line.get("step")), number_or(line.get("value"))
+        step = number_or(line.get("step"))
+        value = number_or(line.get("value"))
         if math.isfinite(step) and math.isfinite(value):
             values.setdefault(line["name"], {})[step] = value
     return values
@@ -201,7 +207,8 @@ def logged_histograms(run: Run) -> list[LoggedValue]:
         given = value if isinstance(value, dict) else {}
         listed = given.get("counts")
         counts = [number_or(count) for count in listed] if isinstance(listed, list) else []
-        low, high = number_or(given.get("low")), number_or(given.get("high"))
+        low = number_or(given.get("low"))
+        high = number_or(given.get("high"))
         if not counts or not all(map(math.isfinite, (*counts, low, high))) or min(counts) < 0:
             continue
         description = (

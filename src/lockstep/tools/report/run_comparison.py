@@ -122,7 +122,8 @@ def _first_difference(first: Run, second: Run, name: str) -> tuple[int, int | No
         none; and both values at that step.
     """
     _, ours, theirs = np.intersect1d(first.steps.step, second.steps.step, return_indices=True)
-    a, b = getattr(first.steps, name)[ours], getattr(second.steps, name)[theirs]
+    a = getattr(first.steps, name)[ours]
+    b = getattr(second.steps, name)[theirs]
     apart = np.flatnonzero(~((a == b) | (np.isnan(a) & np.isnan(b))))
     if not len(apart):
         return len(ours), None, math.nan, math.nan

@@ -179,7 +179,9 @@ def learning_rate_text(run: Run) -> str:
     rates = run.steps.lr[np.isfinite(run.steps.lr)]
     if not len(rates):
         return ""
-    first, last, top = f"{rates[0]:.4g}", f"{rates[-1]:.4g}", f"{rates.max():.4g}"
+    first = f"{rates[0]:.4g}"
+    last = f"{rates[-1]:.4g}"
+    top = f"{rates.max():.4g}"
     if rates.min() == rates.max():
         return first
     return " to ".join([first, last] if top in (first, last) else [first, top, last])
@@ -187,7 +189,8 @@ def learning_rate_text(run: Run) -> str:
 
 def warning_sentence(line: dict[str, Any]) -> str:
     """Return a record's line "warning" as a sentence."""
-    at, rank = number_or(line.get("t")), line.get("rank")
+    at = number_or(line.get("t"))
+    rank = line.get("rank")
     when = f"after {format_duration(at)}" if math.isfinite(at) else ""
     who = "" if rank is None else f"rank {rank}"
     origin = ", ".join(filter(None, (who, when)))

@@ -120,7 +120,8 @@ def _measure_all_reduce(name: str) -> tuple[int, float]:
     world = init(device="cpu" if is_for_cpu else None, backend=name, timeout=RANKS_TIMEOUT / 2)
     try:
         numbers = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=world.device)
-        total, seconds = numbers, []
+        total = numbers
+        seconds = []
         for _ in range(CALLS):
             total = numbers + world.rank
             dist.barrier()

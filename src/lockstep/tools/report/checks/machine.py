@@ -47,7 +47,8 @@ def check_torch(requirements: Requirements) -> Iterator[CheckResult]:
 
 def check_cores(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that there is a usable core for each thread of each rank."""
-    usable, quota = count_usable_cores(), read_core_quota(CGROUP)
+    usable = count_usable_cores()
+    quota = read_core_quota(CGROUP)
     what = f"{usable} of {processor_name()}"
     wanted = requirements.ranks * requirements.threads
     threads = format_quantity(requirements.threads, "thread")
@@ -72,7 +73,8 @@ def check_memory(requirements: Requirements) -> Iterator[CheckResult]:
     limit = memory_limit()
     what = f"{format_bytes(free)} free"
     if limit is not None and limit < free:
-        what, free = f"{format_bytes(limit)} left of the container's limit", limit
+        what = f"{format_bytes(limit)} left of the container's limit"
+        free = limit
     needed = requirements.ranks * RANK_BYTES
     wanted = f"{format_quantity(requirements.ranks, 'rank')} take about {format_bytes(needed)}"
     if free < needed:
