@@ -46,19 +46,19 @@ docs: install ## build the documentation into site/; a broken link is an error
 	@$(BIN)/zensical build --strict --clean
 
 drawings: install ## draw docs/pictures/*.svg from schedules, trees and examples
-	@$(BIN)/python -m tools.drawings
+	@$(BIN)/python -m dev.drawings
 
 pictures: install ## make the pictures of the documentation from real runs; needs Chromium
-	@$(BIN)/python tools/pictures.py
+	@$(BIN)/python dev/pictures.py
 
 check: install docs ## format, lint, types, documentation
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/clang-format --dry-run --Werror $(CPP)
-	@git ls-files -z | xargs -0 $(BIN)/python tools/check_files.py
+	@git ls-files -z | xargs -0 $(BIN)/python dev/check_files.py
 	@$(BIN)/mypy
-	@$(BIN)/python tools/house.py --check
-	@$(BIN)/python tools/step_calls.py --check
+	@$(BIN)/python dev/house.py --check
+	@$(BIN)/python dev/step_calls.py --check
 	@$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python --warnings
 
 format: install ## format the code
@@ -79,7 +79,7 @@ bench: install ## compare two replicas with one process; writes benchmarks/repli
 
 # TORCH has a default, for `make install`; only if it is given does it choose from the matrix.
 wheels: ## build wheels, for all PYTHONS=3.11,... and all TORCH=2.13.0,... of the matrix
-	@$(PYTHON) tools/wheels.py --python "$(PYTHONS)" --torch "$(if $(filter file,$(origin TORCH)),,$(TORCH))"
+	@$(PYTHON) dev/wheels.py --python "$(PYTHONS)" --torch "$(if $(filter file,$(origin TORCH)),,$(TORCH))"
 
 core: ## run the native core's own tests
 	@$(MAKE) -C tests/csrc test

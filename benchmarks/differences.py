@@ -1,6 +1,6 @@
 """The time that bisect takes on each planted difference: `python benchmarks/differences.py`.
 
-Prints a Markdown table; the runs are those of tests/replay/test_bisect.py.
+Prints a Markdown table; the runs are those of tests/tools/replay/test_bisect.py.
 """
 
 from __future__ import annotations

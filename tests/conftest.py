@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("lockstep")
 PYTESTS_OWN = (b"PYTEST_CURRENT_TEST", b"PYTEST_VERSION", b"COLUMNS", b"TORCHINDUCTOR_CACHE_DIR")
 
 
-# The suite computes on the CPU, also on a machine with a GPU; `tools/gpu_check.py` is for that.
+# The suite computes on the CPU, also on a machine with a GPU; `dev/gpu_check.py` is for that.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # As in a launch with portable bits, which would otherwise need another fork server than others.
 os.environ |= find_of_numpy()
@@ -73,18 +73,19 @@ def _find_imported_submodules(code: types.CodeType, values: Iterable[object]) ->
 LONG = (
     "tests/csrc/",
     "tests/comm/test_contract",
-    "tests/commands/test_check",
-    "tests/commands/test_train",
+    "tests/tools/commands/test_check",
+    "tests/tools/commands/test_train",
     "tests/examples/",
     "tests/launcher/test_hang_monitor",
     "tests/pipeline/test_pipeline",
-    "tests/replay/test_bisect",
+    "tests/tools/replay/test_bisect",
     "tests/training/test_bugs",
     "tests/training/test_guarantee",
     "tests/training/test_random",
-    "tests/training/test_resum",
+    "tests/training/resume/test_resum",
     "tests/training/test_rounds",
-    "tests/training/test_sharded",
+    "tests/training/test_shard",
+    "tests/training/test_shared",
     "tests/training/test_trainer",
     "pytest-lockstep/",
 )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from tools.wheels import RUNNING
+from dev.wheels import RUNNING
 
 PACKAGES = Path(sysconfig.get_path("purelib"))
 LEFT_OUT = ("torch_lockstep-", "pytest_lockstep", "__editable__", "wheel")

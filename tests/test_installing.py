@@ -20,6 +20,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 
+from dev.wheels import ROOT, copy_sources
 from environments import (
     BUILD_TOOLS,
     Environment,
@@ -29,7 +30,6 @@ from environments import (
 )
 from lockstep.comm import backend
 from lockstep.comm.native.binding import find_bindings
-from tools.wheels import ROOT, copy_sources
 
 needs_binding = pytest.mark.skipif(
     not backend.available(), reason="the extension is not built here"

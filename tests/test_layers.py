@@ -5,7 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tools.house import House, find_imported_modules
+from dev.house import House, find_imported_modules
 
 # From the bottom up; a module imports from its own line and from the lines before.
 LAYERS = [

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tools.house import (
+from dev.house import (
     EXACT,
     LIMITS,
     SLACK,

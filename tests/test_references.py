@@ -32,7 +32,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
     if path.name not in HISTORY
 )
-FOLDERS = ("src/lockstep", "pytest-lockstep/src", "tests", "benchmarks", "tools", "examples")
+FOLDERS = ("src/lockstep", "pytest-lockstep/src", "tests", "benchmarks", "dev", "examples")
 OF_THE_PROJECT = ("docs/project/", "docs/concepts/kernel.md", "CONTRIBUTING.md")
 OF_FRAMEWORKS = re.compile("lightning|huggingface|transformers|integrations|frameworks")
 ENDING = re.compile(r"\.(py|cpp|h|inc|md|svg)$|/$")
@@ -45,13 +45,13 @@ EXAMPLES = {"train.py", "script.py", "job.py", "a.py", "mine.py"}  # a user's
 
 
 def folders() -> set[str]:
-    own = {"src", "tests", "docs", "benchmarks", "examples", "tools", "pytest-lockstep"}
+    own = {"src", "tests", "docs", "benchmarks", "examples", "dev", "pytest-lockstep"}
     return own | {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 
 
 @cache
 def file_names() -> set[str]:
-    tops = ("src", "tests", "docs", "benchmarks", "examples", "tools", "pytest-lockstep")
+    tops = ("src", "tests", "docs", "benchmarks", "examples", "dev", "pytest-lockstep")
     return {path.name for top in tops for path in (ROOT / top).rglob("*.*")}
 
 

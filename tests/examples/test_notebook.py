@@ -1,7 +1,7 @@
 """The notebooks: every cell runs, and shows what the text above it says.
 
 They start kernels and workers. The pages about the driver and about replays, which say the same,
-are tested in the suite (tests/test_docs.py, tests/replay/test_scripts.py).
+are tested in the suite (tests/test_docs.py, tests/tools/replay/test_scripts.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from lockstep.kernel.tree import total
 from lockstep.model.group_exchange import GroupMessages, exchange_statuses, pack, unpack
 from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.training.hyperparameter_check import HyperparameterCheck
-from lockstep.training.safe_points import SafePoints
+from lockstep.training.resume.safe_points import SafePoints
 from lockstep.training.step_usage import RankTimes, RankUsage, StepUsage
 
 MANY = DETAILED_RANKS + 1  # as far as a status knows

@@ -17,7 +17,7 @@ import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.launcher import world
 from lockstep.model.description import THREADS, describe_environment
-from lockstep.training.compatibility import find_differences
+from lockstep.training.resume.compatibility import find_differences
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="it needs the extension")
 

@@ -20,7 +20,7 @@ from lockstep.checkpoint.folder import read_checkpoint
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data_parallel.sharded_norm import find_spans
 from lockstep.kernel.errors import LayoutError, LockstepError, RankError
-from lockstep.training import run_checkpoints
+from lockstep.training.resume import run_checkpoints
 from lockstep.training.sharded_step import require_shardable
 
 SAMPLES, BATCH = 40, 16  # batches of 16, 16 and 8 samples

@@ -6,7 +6,7 @@ newest checkpoint.
     launcher ──"transfer_state"──> one member for each part ──"transferred"──> launcher
                                        └ killed: the next one that can write this part
 
-`training/last_safe_state.py` describes what a member writes, and when it can.
+`training/resume/last_safe_state.py` describes what a member writes, and when it can.
 """
 
 from __future__ import annotations

@@ -44,17 +44,17 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.time_first import TimeFirstWarning
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import Progress
-from lockstep.training.compatibility import describe_run
-from lockstep.training.epoch import Epoch
 from lockstep.training.evaluation_operation import EvaluationOperation
 from lockstep.training.history import Callback, History
 from lockstep.training.model_setup import ModelSetup
 from lockstep.training.one_pass import OnePass, OnePassNotes
 from lockstep.training.optimization import OptimizerHookCheck
-from lockstep.training.resumable_run import ResumableRun
+from lockstep.training.resume.compatibility import describe_run
+from lockstep.training.resume.epoch import Epoch
+from lockstep.training.resume.resumable_run import ResumableRun
+from lockstep.training.resume.run_checkpoints import RunCheckpoints
+from lockstep.training.resume.run_end import RunEnd
 from lockstep.training.round_entry import RoundEntry
-from lockstep.training.run_checkpoints import RunCheckpoints
-from lockstep.training.run_end import RunEnd
 from lockstep.training.run_record import LoggerLike, RunRecord
 from lockstep.training.sharded_step import choose_squares
 from lockstep.training.shared_state_check import SharedStateCheck

@@ -13,7 +13,7 @@ from lockstep.data.loader import Batches
 from lockstep.elastic.membership import exchange, run_transaction
 from lockstep.model.evaluation import Evaluation, EvaluationTask, Scoring
 from lockstep.model.predictions import Predictions
-from lockstep.training.resumable_run import ResumableRun
+from lockstep.training.resume.resumable_run import ResumableRun
 
 __all__ = ["EvaluationOperation"]
 

@@ -22,7 +22,7 @@ from lockstep.comm.native_all_reduce import native_backend
 from lockstep.data.loader import Batches
 from lockstep.elastic.membership import Membership, Round
 from lockstep.training.parallel_setup import find_hosts
-from lockstep.training.resumable_run import ResumableRun
+from lockstep.training.resume.resumable_run import ResumableRun
 from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["RoundEntry"]

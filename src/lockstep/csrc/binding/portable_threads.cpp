@@ -4,7 +4,7 @@
 // of each part without vector instructions, which round otherwise; a reduction adds the results of
 // the parts; some kernels keep one sum per thread. And the compiler has made two copies of each
 // loop, for one thread and for several, which may use fused multiply-adds in other places.
-// tools/thread_operators.py finds the operators. The original kernels compute here, by their copy
+// dev/thread_operators.py finds the operators. The original kernels compute here, by their copy
 // for one thread, so all bits are those that torch computes with one thread.
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>

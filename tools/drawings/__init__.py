@@ -1,1 +1,0 @@
-"""Draws the pictures of the documentation: `python -m tools.drawings`."""
