@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools.thread_operators import ThreadComparison
 
+from dev.thread_operators import ThreadComparison
 from lockstep.comm import backend
 
 TOOL = Path(__file__).resolve().parents[2] / "dev" / "thread_operators.py"
