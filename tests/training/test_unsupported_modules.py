@@ -1,10 +1,12 @@
 """A Trainer refuses, wherever they are, modules that it cannot train alike in every layout."""
 
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -108,6 +110,31 @@ def with_parameter(tensor):
     return module
 
 
+def observed():
+    """Return a model of quantization-aware training."""
+    model = nn.Sequential(nn.Linear(6, 4))
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    with warnings.catch_warnings(action="ignore"):  # torch announces a successor
+        return quantization.prepare_qat(model.train())
+
+
+def train_quantized():
+    """Return the digest of a training with ranges that were observed before."""
+    torch.manual_seed(1)
+    model = observed()
+    inputs = torch.randn(12, 6)
+    model(inputs)
+    model.apply(quantization.disable_observer)
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4, loggers=[])
+    for _ in range(3):
+        trainer.step((inputs, torch.arange(12) % 4))
+    return trainer.digest()
+
+
+def test_quantization_aware_training_with_fixed_ranges(ranks):
+    assert len({digest for n in (1, 2, 3) for digest in ranks(train_quantized, n)}) == 1
+
+
 BASE = torch.ones(1, 4)
 SPARSE = torch.eye(6).to_sparse().coalesce()
 
@@ -128,6 +155,14 @@ def refused():
             "the buffer model.table is a TwoTensor, which consists of other tensors",
         ),
         ({"model": with_buffer(quantized)}, "the buffer model.table is a quantized tensor"),
+        (
+            {"model": nn.Sequential(nn.Embedding(6, 4, scale_grad_by_freq=True))},
+            "model.0 has scale_grad_by_freq=True, which counts rows in each micro-batch",
+        ),
+        (
+            {"model": observed()},
+            "model.0.weight_fake_quant is a FusedMovingAvgObsFakeQuantize, which observes a range",
+        ),
         ({"model": torch.jit.script(nn.Linear(6, 4))}, "model is compiled by TorchScript"),
         (
             {"model": nn.Sequential(torch.jit.trace(nn.Linear(6, 4), torch.ones(2, 6)))},

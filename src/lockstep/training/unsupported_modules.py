@@ -4,6 +4,7 @@ wrapped        DistributedDataParallel and similar wrappers average gradients a 
                ranks that may compute different numbers of micro-batches
 TorchScript    modules take no other buffers during a step, unlike functions that forward calls
 max_norm       a lookup writes to its weight, which only the optimizer may change
+observers      the range of a fake quantization depends on the order of the micro-batches
 lazy           parameters have no shape until the first batch
 sparse,        tensors are not plain elements in memory that ranks could compare, average and save
 quantized,
@@ -58,6 +59,18 @@ def reject_unsupported_modules(values: Mapping[str, Any], *, allows_shards: bool
                     "keeps parameters and optimizer state once per host)"
                 )
             _check_buffer_rules(path, part)
+            if _observes(part):
+                raise UsageError(
+                    f"{path} is a {type(part).__name__}, which observes a range that depends on "
+                    "the order of the micro-batches: call the model with some batches, then "
+                    "model.apply(torch.ao.quantization.disable_observer), and train with these "
+                    "ranges"
+                )
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.scale_grad_by_freq:
+                raise UsageError(
+                    f"{path} has scale_grad_by_freq=True, which counts rows in each micro-batch "
+                    "instead of in the whole batch: leave it out"
+                )
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
                 raise UsageError(
                     f"{path} has max_norm={part.max_norm}, with which each lookup writes to the "
@@ -67,6 +80,14 @@ def reject_unsupported_modules(values: Mapping[str, Any], *, allows_shards: bool
             for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
                 if tensor is not None and not (allows_shards and is_sharded(tensor)):
                     _reject_tensor(f"{path}.{name}", tensor, part)
+
+
+def _observes(part: Any) -> bool:
+    """Return whether a module of quantization-aware training observes ranges."""
+    quantization = sys.modules.get("torch.ao.quantization.fake_quantize")
+    if quantization is None or not isinstance(part, quantization.FakeQuantizeBase):
+        return False
+    return not part.observer_enabled.is_meta and bool(part.observer_enabled[0])
 
 
 def _reject_tensor(path: str, tensor: Any, part: nn.Module) -> None:
