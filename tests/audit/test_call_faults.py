@@ -86,20 +86,16 @@ class Training:
         self.model: Any = nn.Sequential(*(Block() for _ in range(BLOCKS)))
         audit = ls.AuditConfig(**config) if config else False
         adam = partial(torch.optim.Adam, lr=0.01)
+        loggers = [self.findings] if ls.rank() == 0 else []
         if name == "exact":
             wrapped = DistributedDataParallel(self.model) if ls.world_size() > 1 else self.model
             self.wrapped, self.optimizer = wrapped, adam(self.model.parameters())
-            self.exact = ls.exact(wrapped, MICROBATCHES, audit=audit)
-            self.exact._model.audit.say = self._note
+            self.exact = ls.exact(wrapped, MICROBATCHES, audit=audit, loggers=loggers)
             return
-        loggers = [self.findings] if ls.rank() == 0 else []
         layout = LAYOUTS.get(name)
         pipeline = ls.PipelineConfig(**layout.pipeline) if layout and ls.world_size() > 1 else None
         options = {"microbatches": MICROBATCHES, "audit": audit, "pipeline": pipeline}
         self.trainer = ls.Trainer(self.model, nn.MSELoss(), adam, loggers=loggers, **options)
-
-    def _note(self, message: str, finding: Any) -> None:
-        self.findings.findings.append(finding)
 
     def take(self, batch: Any) -> None:
         if self.name == "exact":

@@ -100,7 +100,7 @@ def test_localhost_as_the_address_of_two_hosts_is_named_on_each(network, run):
         "rank 1: no answer from localhost:29500 (MASTER_ADDR, MASTER_PORT) within 1 s: connection "
         "refused; on this host localhost is 127.0.0.1, the loopback interface, which leads to no "
         "other host: set --master-addr (MASTER_ADDR) to an address of rank 0's host in your "
-        "network; its log:"
+        "network; the log of rank 1:"
     ) in second
 
 

@@ -109,11 +109,11 @@ FOLLOWED = {  # and in which layouts not
     scale_in_place: {"shared": "was written after the step before"},
     scale_by_data: {"shared": "was written after the step before"},
     give_other_memory: {"shared": "was given other memory"},
-    convert_and_back: {"shared": "was given other memory", "stages": "weight was replaced"},
+    convert_and_back: {"shared": "was given other memory"},
     change_dtype: {
         "plain": "the parameter 2.weight changed from float32[6, 6] with",
         "shared": "the parameter 2.weight changed from float32[6, 6] with",
-        "stages": "parameter 2.weight was replaced",
+        "stages": "the parameter 2.weight changed from float32[6, 6] with",
     },
     add_hook: {},
     prune_later: {"stages": "parameter 2.weight was renamed"},

@@ -246,7 +246,7 @@ def test_ranks_that_are_given_different_batches_say_so_before_the_weights_change
         for said in messages:
             assert "in step 0, rank 1 got a different batch than rank 0 (checksums" in said
             assert "DistributedSampler" in said
-            assert "use trainer.batches(dataset, batch_size) instead" in said
+            assert "use batches(dataset, batch_size) instead" in said
 
 
 def test_different_batches_are_noticed_while_buckets_travel_early(ranks):

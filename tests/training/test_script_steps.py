@@ -456,6 +456,7 @@ def test_an_elastic_run_refuses_what_it_cannot_replace(monkeypatch):
         sharded = network()
         fully_shard(sharded)
         monkeypatch.setattr(exact_setup, "membership", object)
+        monkeypatch.setattr(exact_setup, "_attached", set())
         for given, said in ((wrapped, "pass the model itself"), (sharded, "shards of a lost rank")):
             with pytest.raises(UsageError, match=said):
                 ls.exact(given, SGD(given.parameters()), microbatches=MICROBATCHES)

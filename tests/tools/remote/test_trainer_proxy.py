@@ -93,7 +93,7 @@ def test_results_are_bit_identical_to_one_process_without_a_driver(driver, one_p
 
 def test_results_of_steps_and_epochs(driver, tmp_path):
     trainer = trainer_of(driver)
-    with pytest.raises(UsageError, match="has not taken a step"):
+    with pytest.raises(UsageError, match="no step has been taken"):
         _ = trainer.last_result
     loss = trainer.step(batches()[0])
     assert set(trainer.last_result.metrics) == {"accuracy"}
