@@ -43,6 +43,7 @@ __all__ = [
     "build_sequence",
     "find_uninitialized",
     "initialize",
+    "make_meta",
     "make_released",
     "materialize",
     "materialize_block",
@@ -375,12 +376,16 @@ class ReleasedParameter(Released, nn.Parameter):
     """A released parameter."""
 
 
+def make_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor like this one on the meta device, also for a released one."""
+    with torch._C._DisableTorchDispatch():  # what is made from a released tensor is one, too
+        return torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
 def make_released(tensor: torch.Tensor, path: str) -> Released:
     """Return a released tensor like this one; `path` is its name in messages."""
     kind = ReleasedParameter if isinstance(tensor, nn.Parameter) else Released
-    with torch._C._DisableTorchDispatch():  # what is made from a released tensor is one, too
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    made: Released = torch.Tensor._make_subclass(kind, empty, tensor.requires_grad)
+    made: Released = torch.Tensor._make_subclass(kind, make_meta(tensor), tensor.requires_grad)
     made.path = path
     made.origin = tensor.origin if isinstance(tensor, Released) else tensor.device
     return made

@@ -25,7 +25,7 @@ from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data.microbatch import split_batch
 from lockstep.kernel.errors import UsageError
 from lockstep.model.blocks import find_block_names
-from lockstep.model.deferred_init import BlockLike, build_sequence, named_tensors
+from lockstep.model.deferred_init import BlockLike, build_sequence, make_meta, named_tensors
 from lockstep.model.forward import forward
 from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
@@ -146,7 +146,7 @@ class MetaTrainer:
 
     def _measure_state(self) -> int:
         """Return the bytes of the optimizer's state, which a step on the meta device makes."""
-        _replace_tensors(self._model, _make_meta)
+        _replace_tensors(self._model, make_meta)
         for parameter in self._model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         size = 0
@@ -157,12 +157,6 @@ class MetaTrainer:
             size += sum(leaf.nbytes for leaf in leaves if torch.is_tensor(leaf))
         self._model.zero_grad()
         return size
-
-
-def _make_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without memory; empty_like would return one that refuses to be read."""
-    size, stride = tensor.shape, tensor.stride()
-    return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
 
 
 def _replace_tensors(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
