@@ -91,9 +91,12 @@ def provoke(pid):
         os.read(ready, 1)
         if case == "gloo is reset":
             end(pid, signal.SIGSTOP)
-            work = group.send([tensor], 0, 0)  # unread
+            # Both are unread. No call follows the end of the process: one that writes could take
+            # the connection's error, and the thread that reads would find it closed.
+            sent = group.send([tensor], 0, 0)
+            received = group.recv([tensor], 0, 0)
             end(pid)
-            group.recv([tensor], 0, 0).wait()
+            received.wait()
         elif case == "gloo is closed":
             end(pid)
             group.recv([tensor], 0, 0).wait()

@@ -280,9 +280,11 @@ class _Blocks:
             self.width = 5
             if family == "words":
                 self.width = draw.pick(4, 6)
-                options = draw.some(padding_idx=0, scale_grad_by_freq=True)
+                options = draw.some(padding_idx=0)
                 if draw.chance(0.06):  # the first is refused: every replica has a micro-batch
                     options = {"max_norm": 0.5} if self.smallest == 1 else {"sparse": True}
+                elif draw.chance(0.03):  # refused
+                    options = {"scale_grad_by_freq": True}
                 self.add(partial(nn.Embedding, WORDS, self.width, **options), writable=True)
             for _ in range(min(count, 4)):
                 self.series_block()

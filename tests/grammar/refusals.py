@@ -83,6 +83,8 @@ def _of_model(case: Case, layout: Layout) -> Iterator[str]:
     model = str(case.model)
     if "max_norm" in model:
         yield "with which each lookup writes to the weight"
+    if "scale_grad_by_freq" in model:
+        yield "which counts rows in each micro-batch"
     if "Teacher" in model:
         yield "was written during forward or backward"
     if "tied_by_memory" in model and (layout.stages > 1 or layout.shared):
