@@ -1,6 +1,6 @@
 """The memory that `lockstep plan` predicts, beside the memory that ranks take.
 
-    python -m benchmarks.plan [--ranks 2,4] [--models mlp,perceptron,transformer,resnet18] [--storages ...]
+    python -m benchmarks.plan [--ranks 2,4] [--models mlp,perceptron,...] [--storages shared,...]
 
 Each model is measured on one rank, as by the command, and trained in each layout for a few
 steps. The measured value is the peak of the proportional set size of a rank: anonymous pages and
