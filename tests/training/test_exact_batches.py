@@ -192,3 +192,15 @@ def test_the_loss_of_a_batch_is_computed_in_float64_from_those_of_its_micro_batc
             whole = 0.3 * losses[0] + 1.3 * losses[1]
             assert batch.loss == (whole / 1.6 if factor == "weight" else whole)
         assert exact.last_result.losses == losses
+
+
+@pytest.mark.ranks(1)
+def test_a_micro_batch_without_weight_may_have_several_losses():
+    model = nn.Linear(6, 1)
+    exact = ls.exact(model, microbatches=2)
+    (batch,) = exact.batches(rows(4), 4)
+    for number, (inputs, _) in enumerate(batch):
+        for loss in (model(inputs).sum(), model(inputs).square().sum()):
+            batch.backward(loss, weight=float(number), final=False)
+        losses = [model(inputs).sum().item(), model(inputs).square().sum().item()]
+    assert batch.loss == sum(losses)
