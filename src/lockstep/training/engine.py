@@ -308,7 +308,7 @@ class Engine:
                 state.digest,
                 state.optimizer_digest,
                 setup.optimization.local_state,
-                self._settle,
+                self.settle,
                 setup.optimization.optimizers,
                 is_exact=self.options.is_exact,
             )
@@ -318,7 +318,7 @@ class Engine:
             self.run.replay_from(path, self._stateful)
         return Observation(observer, setup.executor.position)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Commit the last step of a script's loop, which is otherwise done at its next call."""
         if self.end.settle is not None:
             self.end.settle()
