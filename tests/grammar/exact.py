@@ -64,6 +64,8 @@ class Loop:
     """The batch before which an epoch is left, of each epoch; None: none."""
     is_managed: bool
     """Whether the handle has the optimizers."""
+    has_checkpoints: bool
+    """Whether the script is interrupted and resumed, instead of saving its state by itself."""
     clips_by_torch: bool
     has_critic: bool
     leaves: int | None
@@ -151,6 +153,7 @@ def draw(seed: int) -> Loop:
         drawn = replace(drawn, optimization=replace(drawn.optimization, average=None))
     legs = _draw_legs(draw, drawn, len(trained), is_sharded)
     is_even = min(drawn.data.sizes) >= drawn.microbatches
+    is_managed = is_sharded or (form == "nested" and draw.chance(0.7))
     return Loop(
         drawn,
         legs,
@@ -159,7 +162,8 @@ def draw(seed: int) -> Loop:
         draw.chance(0.4),
         tuple(trained),
         tuple(ends),
-        is_sharded or (form == "nested" and draw.chance(0.7)),
+        is_managed,
+        is_managed and form == "nested" and draw.chance(0.5),
         draw.chance(0.4) and not is_sharded and "sparse" not in str(drawn.model),
         form == "nested" and draw.chance(0.15),
         draw.randrange(len(trained)) if form == "nested" and is_even and draw.chance(0.1) else None,

@@ -30,6 +30,10 @@ from lockstep.kernel.errors import UsageError
 __all__ = ["outcome_of"]
 
 
+class Interrupted(Exception):
+    """Ends a script as if its process were killed."""
+
+
 def outcome_of(drawn: Loop, leg: Leg, folder: Path) -> Outcome:
     """Train a leg; one that is not the last leaves its state in `folder` for the next."""
     return Run(drawn, leg, folder).train()
@@ -60,6 +64,22 @@ class Run:
         if drawn.is_managed:
             options["optimizer"] = self.script.optimizers
             options["scheduler"] = self.script.schedulers
+        self.critic = Critic()
+        self.of_critic: Any = None
+        if drawn.has_critic:
+            self.of_critic = ls.exact(
+                self.critic.model,
+                self.critic.optimizer,
+                given.microbatches,
+                given.seed,
+                audit=False,
+            )
+        if drawn.has_checkpoints:
+            stateful = dict(self.script.parts)
+            if drawn.has_critic:
+                stateful["critic"] = self.of_critic
+            options["loggers"] = self.saved.with_suffix("")
+            options["checkpoint"] = ls.CheckpointConfig(1, keep=2, stateful=stateful)
         self.exact = ls.exact(
             self.called,
             microbatches=given.microbatches,
@@ -67,12 +87,6 @@ class Run:
             audit=ls.AuditConfig(every_steps=1 if given.seed % 2 else 100),
             **options,
         )
-        self.critic = Critic()
-        self.of_critic = None
-        if drawn.has_critic:
-            self.of_critic = ls.exact(
-                self.critic.model, None, given.microbatches, given.seed, audit=False
-            )
         data = given.data
         more: Any = (given.model, given.loss, given.microbatches, given.seed)
         self.inputs, self.targets = tensors(data, *more)
@@ -106,9 +120,11 @@ class Run:
         """Train the leg."""
         position = self._load() if self.leg.begin else None
         form = {"nested": self._nested, "flat": self._flat, "divided": self._divided}
-        form[self.drawn.form](position)
+        with contextlib.suppress(Interrupted):
+            form[self.drawn.form](position)
         self._note_loss()
-        hexed = tuple(self.losses)
+        # A resumed run may repeat the steps after its checkpoint.
+        hexed = tuple(self.losses[len(self.losses) - (self.step - self.leg.begin) :])
         if self.leg.end < len(self.drawn.trained):
             return Outcome(hexed)
         script = self.script
@@ -161,7 +177,7 @@ class Run:
         drawn = self.drawn
         for epoch in range(max(1, drawn.case.data.epochs)):
             first, last = self._span(epoch)
-            if self.step >= last and last <= self.leg.begin:
+            if self.step >= last and last <= self.leg.begin and not drawn.has_checkpoints:
                 continue  # an epoch of an earlier leg
             source, options = self._source(epoch)
             batches = self.exact.batches(source, epoch=epoch, **options)
@@ -169,16 +185,26 @@ class Run:
                 batches.load_state_dict(position)
             position = None
             for batch in batches:
+                if drawn.has_checkpoints and self.step == self.leg.end < len(drawn.trained):
+                    raise Interrupted
                 if batch.number == drawn.ends[epoch]:
                     break
                 if (epoch, batch.number) not in drawn.trained:
                     continue
                 self._take(batch)
-                if self.step == self.leg.end < len(drawn.trained):
+                if drawn.has_checkpoints:  # so that the next one is not left out
+                    self.exact._run._checkpoints.writer.wait()
+                if self.step == self.leg.end < len(drawn.trained) and not drawn.has_checkpoints:
+                    self._end_epoch_of(last)
                     self._save(batches.state_dict())
                     return
             if last > first:
-                self.script.end_epoch(self.last)
+                self.script.end_epoch(self.exact.last_result.loss)
+
+    def _end_epoch_of(self, last: int) -> None:
+        """End the epoch whose steps end before `last`, if they are done."""
+        if self.step == last:
+            self.script.end_epoch(self.last)
 
     def _span(self, epoch: int) -> tuple[int, int]:
         """Return the numbers of the first step of an epoch, and of the first after it."""
@@ -264,6 +290,8 @@ class Run:
         for epoch in range(sampler.epoch, data.epochs):
             sampler.set_epoch(epoch)
             _, last = self._span(epoch)
+            if self.step >= last:
+                continue
             for part in self.exact.microbatches(loader):
                 self._note_loss()
                 self._compute(part)
@@ -271,6 +299,9 @@ class Run:
                     continue
                 self._end_step()
                 if self.step == self.leg.end < len(drawn.trained):
+                    self.exact.digest()  # settles the last step
+                    self._note_loss()
+                    self._end_epoch_of(last)
                     self._save(self.exact.state_dict())
                     return
                 if self.step == last and drawn.ends[epoch] is not None:
@@ -324,6 +355,11 @@ class Run:
     def _load(self) -> Any:
         script = self.script
         script.steps = self.leg.begin
+        if self.drawn.has_checkpoints:
+            hook_late(self.drawn.case, self.model)
+            self.exact.resume()
+            self.step = self.exact.resumed_from or 0
+            return None
         state = torch.load(self.saved, weights_only=False)
         hook_late(self.drawn.case, self.model)
         if self.drawn.is_managed:

@@ -11,21 +11,33 @@ from grammar.refusals import OF_SHARDS
 __all__ = ["possible_refusals", "refusals"]
 
 
+OF_FULLY_SHARD = (
+    "has a weight of 0, and a sharded model adds the gradients of all micro-batches",
+    "FSDP does not support non-contiguous parameters",
+    "does not have a sharding strategy registered",
+)
+"""What a model that the script has sharded may be refused for besides, the last two by torch."""
+
+
 def refusals(drawn: Any, layout: Layout) -> list[str]:
     """Return parts of the sentences with which a layout of this loop must be refused, if any."""
     return [*_of_layout(drawn, layout), *_of_model(drawn)]
 
 
 def possible_refusals(drawn: Any, layout: Layout) -> list[str]:
-    """Return parts of the sentences with which a layout may be refused; else it agrees."""
-    if layout.sharded:
-        return [*OF_SHARDS]
-    return []
+    """Return parts of the sentences with which a layout may be refused; else it agrees.
+
+    A loss that is maximized, or a sum, may grow until it or the norm of its gradient overflows, in
+    the reference as well.
+    """
+    grows = "maximize=True" in str(drawn.case) or drawn.is_sum
+    overflow = ["the norm of the gradient is", "the loss is nan", "the loss is inf"] * grows
+    return overflow + [*OF_SHARDS, *OF_FULLY_SHARD] * layout.sharded
 
 
 def _of_layout(drawn: Any, layout: Layout) -> Iterator[str]:
     if layout.world > drawn.case.microbatches:
-        yield "so some would have none"
+        yield "replicas cannot share"
     if drawn.form == "flat" and min(drawn.case.data.sizes) < layout.world:
         yield "pass drop_last=True, or change the batch_size"
 

@@ -55,7 +55,7 @@ class Script:
     @property
     def scale(self) -> float:
         """What losses are multiplied by."""
-        return 1.0 if self.scaler is None else self.scaler.get_scale()
+        return 1.0 if self.scaler is None else float(self.scaler.scale(torch.ones(())))
 
     def autocast(self) -> Any:
         """Return the context of the forward."""
