@@ -792,25 +792,6 @@ def test_ranks_that_differ_are_told_apart(ranks, kind, said):
         ranks(disagree, 2, kind)
 
 
-@pytest.mark.stress
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("begin", range(0, 300, 50))
-def test_random_models_have_the_bits_of_one_rank(ranks, begin):
-    from grammar import case
-    from grammar.exact import fits, outcomes
-
-    seeds = [seed for seed in range(begin, begin + 50) if fits(case(seed))]
-    (alone,) = ranks(outcomes, 1, seeds)
-    trained = [outcome for outcome in alone if "steps" in outcome]
-    assert len(trained) > 0.7 * len(seeds), alone
-    for n in (2, 3):
-        for found in ranks(outcomes, n, seeds):
-            differing = [
-                s for s, one, other in zip(seeds, alone, found, strict=True) if one != other
-            ]
-            assert not differing, differing
-
-
 @pytest.mark.usefixtures("world_of_one")
 def test_a_forgotten_set_epoch_is_named_once(capsys):
     exact = ls.exact(nn.Linear(6, 3), microbatches=4)

@@ -115,7 +115,8 @@ class ExactBatch:
             self._steps.weights.given[index] = share = float(weight)
         if weight == 0:  # such as a mean over no tokens, which is not a number
             loop.is_skipped = True
-            self._final = index
+            if final:
+                self._final = index
             return
         scaled = None
         if scaler is not None:

@@ -31,7 +31,6 @@ from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
 from lockstep.model.backward_watch import BackwardWatch
 from lockstep.model.generator_states import state_of_others, state_of_torch
-from lockstep.model.loss_root import record_loss
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import Arguments
 from lockstep.training.microbatch_loop import MicrobatchLoop
@@ -213,10 +212,8 @@ class FlatLoop:
         if weight is not None:
             self._steps.weights.given[current.number] = share = float(weight)
         elif share is None:
-            share = loop.current.share
-        # The report multiplies by the micro-batch's own share.
-        factor = share / loop.current.share
-        loop.current.losses.append(record_loss(loop.step, loss, loop.place, factor))
+            share = loop.step.shares[current.number]
+        loop.note_loss(loss, share)
         part = (loss.float() if loss.dtype is torch.float16 else loss) * share
         for observer in loop.step.observers:
             observer.record_graph(part, (loop.step.number, current.number))
