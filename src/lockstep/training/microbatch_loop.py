@@ -407,6 +407,8 @@ class MicrobatchLoop:
                     "over the inputs from one of them"
                 )
             share = current.share
+        for observer in step.observers:
+            observer.begin_backward(index)
         # The report multiplies by the micro-batch's own share.
         factor = 1.0 if share is current.share else share / current.share
         current.losses.append(record_loss(step, loss, self.place, factor))
