@@ -130,14 +130,14 @@ class MicrobatchResult(NamedTuple):
         leaf: The index of the micro-batch.
         size: The number of its samples.
         share: Its share of the batch's loss.
-        loss: Its loss, not multiplied by the share.
+        loss: Its loss, not multiplied by the share; None if a script's loop has not passed it on.
         metrics: Its metrics by name, each with its weight in the mean over the batch.
     """
 
     leaf: int
     size: int
     share: float
-    loss: float
+    loss: float | None
     metrics: Mapping[str, tuple[float, float]] = MappingProxyType({})
 
 
@@ -169,6 +169,9 @@ class StepObserver:
 
     def begin_microbatch(self) -> None:
         """Handle the beginning of a micro-batch, or of its forward through a stage."""
+
+    def begin_backward(self, microbatch: int) -> None:
+        """Handle the beginning of a backward pass that the script begins."""
 
     def watch_loss(
         self, loss: Callable[..., Any], microbatch: Microbatch, data: Any

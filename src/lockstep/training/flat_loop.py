@@ -33,7 +33,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
 from lockstep.model.backward_watch import BackwardWatch
 from lockstep.model.generator_states import state_of_others, state_of_torch
-from lockstep.model.loss_root import record_loss
+from lockstep.model.loss_root import warn_of_division
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import Arguments
 from lockstep.training.microbatch_loop import MicrobatchLoop
@@ -224,13 +224,14 @@ class FlatLoop:
                 f"backward, in a loop over exact.microbatches(loader); {ADVICE}"
             )
         self._is_weighed = True
+        if share is None and weight is None:
+            size = loop.current.microbatch.size
+            warn_of_division(loop.step, loss, size, "exact.weigh(loss)")
         if weight is not None:
             self._steps.weights.given[current.number] = share = float(weight)
         elif share is None:
-            share = loop.current.share
-        # The report multiplies by the micro-batch's own share.
-        factor = share / loop.current.share
-        loop.current.losses.append(record_loss(loop.step, loss, loop.place, factor))
+            share = loop.step.shares[current.number]
+        loop.note_loss(loss, share)
         part = (loss.float() if loss.dtype is torch.float16 else loss) * share
         for observer in loop.step.observers:
             observer.record_graph(part, (loop.step.number, current.number))
@@ -282,6 +283,9 @@ class FlatLoop:
                 "its losses, and call backward once"
             )
         loop = self._loop
+        if loop is not None and self._current is not None:
+            for observer in loop.step.observers:
+                observer.begin_backward(self._current.number)
         if loop is not None and not self._has_gradients:
             # Only now, since frameworks call zero_grad() after the micro-batch has begun.
             self._steps.require_no_gradients()

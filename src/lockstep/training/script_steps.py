@@ -227,10 +227,7 @@ class ScriptSteps:
                 local_part(parameter.grad).div_(total)
         # Divided after the sum, since the nodes that ranks hold depend on their number.
         loss = summary.sum_losses() / total
-        summary = summary._replace(
-            nodes=[(0, summary.leaves, loss)],
-            losses=[(leaf, loss / total) for leaf, loss in summary.losses],
-        )
+        summary = summary._replace(nodes=[(0, summary.leaves, loss)])
         opened.prepared = PreparedStep(step, summary, norm / total)
 
     def note_gradients(self) -> None:
