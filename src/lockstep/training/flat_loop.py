@@ -49,6 +49,7 @@ ADVICE = (
 )
 
 
+# It has many attributes: what the sampler, the script, the model and autograd tell of one step.
 class FlatLoop:
     """The micro-batches of a loop that is not nested, in the order in which they are computed.
 
