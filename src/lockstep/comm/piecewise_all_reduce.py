@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.bucket import ALIGNMENT, Bucket, cut, parts, round_up
+from lockstep.comm.bucket import ALIGNMENT, Bucket, cut_bucket, parts, round_up
 from lockstep.comm.portable_all_reduce import PortableAllReduce
 from lockstep.comm.reproducible_all_reduce import Held, ReproducibleAllReduce, Values
 from lockstep.kernel.norm import in_memory_order
@@ -55,7 +55,7 @@ class PiecewiseAllReduce(ReproducibleAllReduce):
         self._pieces: list[PortableAllReduce] = []
         self._starts: list[dict[int, int]] = []  # of each member in each piece, by its index
         for start in range(0, bucket.length, length):
-            piece = cut(bucket, slice(start, min(start + length, bucket.length)))
+            piece = cut_bucket(bucket, slice(start, min(start + length, bucket.length)))
             sums = self.sums[start : start + length]
             self._pieces.append(
                 PortableAllReduce(piece, nodes_by_rank, leaves, device, group, sums=sums)

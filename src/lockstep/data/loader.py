@@ -22,7 +22,7 @@ from lockstep.data.assignment import Hosts, ReplicaShare, on_one_host
 from lockstep.data.consistency import (
     ORDER,
     BatchIdentity,
-    pack,
+    pack_described,
     require_same_epoch,
     require_same_samples,
 )
@@ -30,8 +30,8 @@ from lockstep.data.epoch_order import EpochOrder, hash_indices
 from lockstep.data.iterable_dataset import IterableSource
 from lockstep.data.loader_options import LoaderOptions, count_samples_of
 from lockstep.data.map_dataset import (
-    Item,
     LoadedBatch,
+    LoadedItem,
     LoadFailure,
     MapSource,
     TensorSource,
@@ -165,7 +165,7 @@ class Batches:
         self._share = share
         self._who = f"rank {rank}"
 
-    def _all_items(self, start: int) -> Generator[tuple[Item, Source], None, None]:
+    def _all_items(self, start: int) -> Generator[tuple[LoadedItem, Source], None, None]:
         """Yield the items from batch `start` on, each with the source that loaded it."""
         source = self._open(start)
         items = self._compare_samples(self._items(source, start))
@@ -250,7 +250,7 @@ class Batches:
             for (index, piece), part in zip(share.pieces(size), parts, strict=True)
         )
 
-    def _require_loaded(self, item: Item, number: int) -> tuple[int, list[Any]]:
+    def _require_loaded(self, item: LoadedItem, number: int) -> tuple[int, list[Any]]:
         """Return the size and the parts of an item; raise the error of a failed item."""
         if isinstance(item, LoadFailure):
             raise item.error(f"{item.message} ({self._who}, batch {number})")
@@ -275,7 +275,7 @@ class Batches:
                 yield from items
 
     def _exchange_samples(self, descriptions: Sequence[str]) -> list[bytes]:
-        message = pack(descriptions)
+        message = pack_described(descriptions)
         return [message] if self.agree is None else self.agree(message, "comparing samples of")
 
     def _plan_epoch(self, start: int) -> EpochOrder:
@@ -285,7 +285,7 @@ class Batches:
         except BaseException:
             if self.agree is not None:
                 # The other ranks wait for this message.
-                self.agree(pack({}), "beginning")
+                self.agree(pack_described({}), "beginning")
             raise
         self._compare_epoch(start, epoch)
         return epoch
@@ -323,9 +323,9 @@ class Batches:
             "number of batches": None if epoch is None else len(epoch),
             ORDER: "" if epoch is None else self._digest,
         }
-        require_same_epoch(self.agree(pack(settings), "beginning"))
+        require_same_epoch(self.agree(pack_described(settings), "beginning"))
 
-    def _batch(self, item: Item, source: Source, seconds: float) -> Batch:
+    def _batch(self, item: LoadedItem, source: Source, seconds: float) -> Batch:
         size, parts = self._require_loaded(item, self.position)
         share = source.share
         if self._planned is not None:

@@ -32,7 +32,7 @@ from lockstep.launcher.failure_attribution import (
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.rank_probes import group_exists
 from lockstep.launcher.rank_processes import RankProcesses
-from lockstep.launcher.signals import reports_on_request, take_request
+from lockstep.launcher.signals import reports_on_request, take_stack_request
 from lockstep.messages import log
 
 __all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor"]
@@ -211,7 +211,7 @@ class RankSupervisor(RankProcesses):
 
     def _answer_request(self) -> None:
         """Print where the ranks are, if SIGUSR1 asked for it."""
-        if take_request():
+        if take_stack_request():
             self.hang_monitor.print_places()
 
     def _end_after_failure(self) -> RankError | None:

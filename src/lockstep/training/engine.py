@@ -56,6 +56,12 @@ from lockstep.training.resume.run_checkpoints import RunCheckpoints
 from lockstep.training.resume.run_end import RunEnd
 from lockstep.training.round_entry import RoundEntry
 from lockstep.training.run_record import LoggerLike, RunRecord
+from lockstep.training.session import (
+    ObservationHook,
+    ObservedTrainer,
+    Session,
+    current_session,
+)
 from lockstep.training.sharded_step import choose_squares
 from lockstep.training.shared_state_check import SharedStateCheck
 from lockstep.training.state import TrainingState, begin_position
@@ -66,12 +72,6 @@ from lockstep.training.step_environment import (
 )
 from lockstep.training.step_operation import StepOperation
 from lockstep.training.step_usage import StepUsage
-from lockstep.training.trainer_hooks import (
-    Observation,
-    ObservedTrainer,
-    TrainerHooks,
-    current_session,
-)
 from lockstep.training.update_check import UpdateCheck
 from lockstep.training.weights_file import save_from_rank0
 from lockstep.training.whole_model import WholeModelExecutor
@@ -294,7 +294,7 @@ class Engine:
             hooks.insert(0, ReplicaCheck(config, parallel, modules, held, record, shared))
         return hooks
 
-    def _observe(self, session: TrainerHooks) -> Observation:
+    def _observe(self, session: Session) -> ObservationHook:
         """Return the hook by which a command observes the steps."""
         setup = self.setup
         state = self.state
@@ -315,7 +315,7 @@ class Engine:
         path = observer.checkpoint
         if path is not None and self._stateful is not None:
             self.run.replay_from(path, self._stateful)
-        return Observation(observer, setup.executor.position)
+        return ObservationHook(observer, setup.executor.position)
 
     # --- the record ---------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.checkpoint.save_schedule import CheckpointConfig, read_checkpoint
+from lockstep.checkpoint.save_schedule import CheckpointConfig, read_checkpoint_argument
 from lockstep.checkpoint.stop_request import end_call, stopping
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches
@@ -41,8 +41,8 @@ from lockstep.training.optimizer_config import (
 from lockstep.training.parallel_setup import make_parallel_context
 from lockstep.training.run_record import LoggerLike
 from lockstep.training.services import Services
+from lockstep.training.session import current_session
 from lockstep.training.trainer_arguments import Storage, check_arguments, compare_arguments
-from lockstep.training.trainer_hooks import current_session
 
 __all__ = ["Trainer"]
 
@@ -151,7 +151,7 @@ class Trainer(Services):
         optimizers = list_configs(optimizer)
         pipeline = pipeline or PipelineConfig()
         auditing = read_audit(audit)
-        saving = read_checkpoint(checkpoint)
+        saving = read_checkpoint_argument(checkpoint)
         settings = compare_arguments(
             model,
             {

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import BroadcastOptions
 
-from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, cut, parts, round_up
+from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, cut_bucket, parts, round_up
 from lockstep.comm.hosts.group import ANSWER_TIMEOUT, HostGroup
 from lockstep.comm.hosts.map import find_host_nodes
 from lockstep.comm.hosts.process_group import HostWork
@@ -85,7 +85,7 @@ class HostAllReduce(ReproducibleAllReduce):
         if self._position < slices:
             peers = [of_host[self._position] for of_host in group.map.hosts]
             self._slice = slice(self._cuts[self._position], self._cuts[self._position + 1])
-            part = cut(bucket, self._slice)
+            part = cut_bucket(bucket, self._slice)
             self._between = BetweenHosts(group, peers, part, host_nodes, leaves, host)
         self._is_sent = False
 

@@ -29,12 +29,12 @@ from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import log
 from lockstep.model.generator_states import global_states
-from lockstep.training.resume.call_journal import OpenEpoch
 from lockstep.training.resume.compatibility import describe_run, log_continued, log_resumed
 from lockstep.training.resume.last_safe_state import read_newest_state
 from lockstep.training.resume.repeated_work import count_repeated_steps, measure_repeated_work
 from lockstep.training.resume.run_checkpoints import RunCheckpoints, collect_objects
 from lockstep.training.resume.safe_points import SafePoints
+from lockstep.training.resume.script_log import OpenEpoch
 from lockstep.training.resume.script_position import ScriptPosition
 from lockstep.training.resume.unset_variables import explain_unset_variables
 from lockstep.training.run_record import RunRecord
