@@ -25,7 +25,6 @@ from lockstep.audit.replica_check import ReplicaCheck
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import Finish
 from lockstep.comm.collectives import broadcast_bytes
-from lockstep.data.loader import Batches
 from lockstep.elastic.membership import (
     Membership,
     exchange,
@@ -198,7 +197,7 @@ class Engine:
 
     def make_batches(
         self, data: Mapping[str, Any], seed: int | None, epoch: int | None, finish: Finish
-    ) -> Batches:
+    ) -> Epoch:
         """Return the global batches of one epoch, of which each rank loads its own micro-batches.
 
         Args:
@@ -224,7 +223,7 @@ class Engine:
             agree=agree,
         )
         if self.rounds is not None:
-            self.rounds.follow(batches)
+            self.rounds.follow(batches.batches)
         return batches
 
     def save_weights(self, path: Path, ema: bool) -> None:
