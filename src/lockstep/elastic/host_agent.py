@@ -38,6 +38,7 @@ class RunEnded(RankError):
         self.exit_status = exit_status
 
 
+# It has many methods: those of a supervisor, and the conversation with host 0.
 class HostAgent(RankSupervisor):
     """The supervisor of the members of this host.
 

@@ -51,6 +51,7 @@ POLL = 0.005  # seconds between two checks of process groups that are ending
 TICK = 0.25  # seconds between two checks for unfinished lines of output
 
 
+# It has many methods: those of the processes that it waits for, which another host's can replace.
 class RankSupervisor(RankProcesses):
     """The ranks of one launch on this host, which it waits for and ends.
 

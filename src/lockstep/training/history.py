@@ -84,6 +84,8 @@ Callback = Callable[[StepResult], None] | OnStep | OnEpoch
 """A function of a `StepResult`, or an object with `on_step(result)` or `on_epoch(result)`."""
 
 
+# It has many methods: what a step, an epoch, an evaluation and a script report, on its way to the
+# record, and those of a hook.
 class History(StepHook):
     """The history of a training: sums steps up into epochs, and calls callbacks and loggers.
 
