@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
-from lockstep.model.call_site import FSDP, LOCKSTEP, TORCH, describe_line, is_user_code
+from lockstep.model.call_site import FSDP, LOCKSTEP, TORCH, describe_line, is_code_of_user
 
 __all__ = ["CollectiveCallGuard", "wrap_collective_calls"]
 
@@ -108,7 +108,7 @@ def _check(guard: CollectiveCallGuard, name: str, frame: FrameType | None) -> No
             return  # the exchange of shards
         if code.co_filename.startswith(f"{TORCH}/distributed"):
             name = code.co_name
-        elif is_user_code(code) and (place := guard.place()):
+        elif is_code_of_user(code) and (place := guard.place()):
             raise UsageError(
                 f"{place}: {name} was called at {describe_line(frame_of_call)}, inside of a step; "
                 "each rank computes other micro-batches, so the result of a collective call "

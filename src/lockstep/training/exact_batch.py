@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lockstep.data.loader import Batches
+from lockstep.data.loader import EpochBatches
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rank_status import StatusSummary
@@ -188,7 +188,7 @@ class ExactBatches:
         steps: The steps of the handle.
     """
 
-    def __init__(self, batches: Batches, steps: ScriptSteps) -> None:
+    def __init__(self, batches: EpochBatches, steps: ScriptSteps) -> None:
         self._batches = batches
         self._steps = steps
 

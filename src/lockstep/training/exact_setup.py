@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful, read_checkpoint
+from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful, read_checkpoint_argument
 from lockstep.comm.sparse_gradients import sparse_weights
+from lockstep.compiled_wrapper import unwrap
 from lockstep.data.assignment import Hosts, on_one_host
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.sharded_gradients import (
@@ -58,11 +59,11 @@ from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.model_setup import ModelSetup
 from lockstep.training.optimization import Optimization
 from lockstep.training.optimizer_config import OptimizerConfig
-from lockstep.training.parallel_setup import find_hosts
+from lockstep.training.parallel_setup import find_replica_hosts
 from lockstep.training.run_record import LoggerLike
 from lockstep.training.script_executor import ScriptExecutor
 from lockstep.training.script_steps import ScriptSteps, ScriptUpdate
-from lockstep.training.trainer_hooks import current_session
+from lockstep.training.session import current_session
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 
 __all__ = ["exact"]
@@ -92,10 +93,10 @@ class Given:
     @classmethod
     def of(cls, model: nn.Module) -> Given:
         """Take a model apart."""
-        outer: nn.Module = getattr(model, "_orig_mod", model)
+        outer: nn.Module = unwrap(model)
         wrapper = outer if isinstance(outer, DistributedDataParallel) else None
         inner: nn.Module = model if wrapper is None else wrapper.module
-        module: nn.Module = getattr(inner, "_orig_mod", inner)
+        module: nn.Module = unwrap(inner)
         mesh = find_mesh(module) if is_fully_sharded(module) else None
         # A graph that contains the whole wrapper is one scope.
         inner = inner if wrapper is None or model is wrapper else model
@@ -220,7 +221,7 @@ def _make_parallel_context(given: Given, microbatches: int) -> ParallelContext:
     if given.mesh is not None:
         hosts = given.mesh.hosts
     elif group is None:
-        hosts = find_hosts(ranks, 1)
+        hosts = find_replica_hosts(ranks, 1)
     parallel = ParallelContext(
         microbatches=microbatches,
         rank=dist.get_rank(group),
@@ -366,7 +367,7 @@ def _read_checkpoint(
     optimizers: Sequence[Optimizer],
 ) -> CheckpointConfig | None:
     """Return the settings of checkpoints, with the objects of `stateful`."""
-    config = read_checkpoint(checkpoint)
+    config = read_checkpoint_argument(checkpoint)
     if (config is not None or membership() is not None) and not optimizers:
         raise UsageError(
             "ls.exact needs the optimizers to save and to continue a training: write "

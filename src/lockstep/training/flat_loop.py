@@ -49,6 +49,7 @@ ADVICE = (
 )
 
 
+# It has many attributes: what the script leaves open between two of its calls.
 class FlatLoop:
     """The micro-batches of a loop that is not nested, in the order in which they are computed.
 

@@ -87,7 +87,7 @@ def test_invalid_options_raise_usage_error(flags, sentence):
 def test_recorded_command_has_no_paths(monkeypatch):
     typed = ["x", "bench", "barrier", "--json", "/a/b", "-n", "2", "--plot=/c.svg", "--vs", "gloo"]
     monkeypatch.setattr("sys.argv", typed)
-    assert bench.command_line() == "lockstep bench barrier -n 2 --vs gloo"
+    assert bench.describe_command() == "lockstep bench barrier -n 2 --vs gloo"
 
 
 def result(**more):
@@ -108,12 +108,12 @@ def test_nothing_measured_raises():
 def test_a_reference_other_than_lockstep_is_explained_unless_it_was_chosen(monkeypatch, capsys):
     monkeypatch.setattr(backend, "reason_unavailable", lambda: "it is not built: build it")
     monkeypatch.delenv("LOCKSTEP_BACKEND", raising=False)
-    assert bench.default_backend() == "gloo"
+    assert bench.find_reference_backend() == "gloo"
     told = "the reference is gloo, because the backend 'lockstep' is not available: it is not built"
     assert told in capsys.readouterr().err
     monkeypatch.setattr(backend, "reason_unavailable", lambda: None)
     monkeypatch.setenv("LOCKSTEP_BACKEND", "gloo")
-    assert bench.default_backend() == "gloo"
+    assert bench.find_reference_backend() == "gloo"
     assert capsys.readouterr().err == ""
 
 
