@@ -345,6 +345,8 @@ class Run:
         if not self.drawn.is_managed:
             own = [self.model, *script.optimizers, *script.schedulers]
             state["own"] = [part.state_dict() for part in own]
+            # Also those that no state dict of the model has.
+            state["buffers"] = dict(self.model.named_buffers())
         if self.of_critic is not None:
             own = [self.critic.model, self.critic.optimizer, self.of_critic]
             state["critic"] = [part.state_dict() for part in own]
@@ -369,6 +371,8 @@ class Run:
             own = [self.model, *script.optimizers, *script.schedulers]
             for part, saved in zip(own, state["own"], strict=True):
                 part.load_state_dict(saved)
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(state["buffers"][name])
             if self.drawn.form == "nested":
                 self.exact.load_state_dict(state["exact"])
         for name, part in script.parts.items():
