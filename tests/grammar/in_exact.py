@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ class Run:
                 audit=False,
             )
         if drawn.has_checkpoints:
+            if not leg.begin and dist.get_rank() == 0:  # a case that is run again
+                shutil.rmtree(self.saved.with_suffix(""), ignore_errors=True)
+            dist.barrier()
             stateful = dict(self.script.parts)
             if drawn.has_critic:
                 stateful["critic"] = self.of_critic

@@ -16,6 +16,7 @@ __all__ = ["possible_refusals", "refusals"]
 OF_FULLY_SHARD = (
     "has a weight of 0, and a sharded model adds the gradients of all micro-batches",
     "the model has parameters of several dtypes",
+    "the gradients were changed after backward",  # by a scaler
     "FSDP does not support non-contiguous parameters",
     "does not have a sharding strategy registered",
 )
