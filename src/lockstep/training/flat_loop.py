@@ -49,6 +49,7 @@ ADVICE = (
 )
 
 
+# It has many attributes: the loop of a framework tells it each moment of a micro-batch.
 class FlatLoop:
     """The micro-batches of a loop that is not nested, in the order in which they are computed.
 
