@@ -412,6 +412,21 @@ def test_a_state_of_other_settings_is_refused():
         ls.exact(network()).load_state_dict(state)
 
 
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("loads_first", [True, False])
+def test_a_state_is_loaded_before_or_after_the_loop_is_made(loads_first):
+    """The calls of the model are watched otherwise afterwards, which is no setting of it."""
+    first, model = network(), network()
+    exact = ls.exact(first, torch.optim.SGD(first.parameters(), lr=0.1), 4)
+    exact.sampler(rows(16), 8)
+    state = exact.state_dict()
+    other = ls.exact(model, torch.optim.SGD(model.parameters(), lr=0.1), 4)
+    if not loads_first:
+        other.sampler(rows(16), 8)
+    other.load_state_dict(state)
+    assert other.digest() == exact.digest()
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.model_setup import ModelSetup
 from lockstep.training.optimization import Optimization
-from lockstep.training.optimizer_config import OptimizerConfig
+from lockstep.training.optimizer_config import OptimizerConfig, reject_broken_fused
 from lockstep.training.parallel_setup import find_replica_hosts
 from lockstep.training.run_record import LoggerLike
 from lockstep.training.script_executor import ScriptExecutor
@@ -162,6 +162,8 @@ def exact(
     if given.wrapper is None and given.mesh is None and parallel.replicas > 1:
         broadcast_weights(given.module, parallel.group, parallel.device)
     optimization = _take_optimizers(given.module, optimizers, _list(scheduler))
+    ranks = 0 if given.mesh is None else dist.get_world_size(given.mesh.shards)
+    optimization.require_split(1, False, ranks)
     setup, gradients = _set_up(given, parallel, optimization, description, seed)
     config = _read_checkpoint(checkpoint, stateful, optimizers)
     update = ScriptUpdate()
@@ -185,7 +187,7 @@ def exact(
         setup.executor.parameters,
         gradients.sample if isinstance(gradients, ShardedGradients) else None,
         given.wrapper,
-        partial(_follow, optimization, bool(config) or membership() is not None),
+        partial(_follow, optimization, ranks, bool(config) or membership() is not None),
     )
     shards = None if given.mesh is None else given.mesh.shards
 
@@ -342,6 +344,7 @@ def _take_optimizer(optimizer: Optimizer, scheduler: Any = None) -> LearningRate
             f"ls.exact got a {type(optimizer).__name__} as optimizer: pass the object whose step() "
             "your loop calls, or a list of several"
         )
+    reject_broken_fused(optimizer)
     make_scheduler = None if scheduler is None else (lambda _: scheduler)
     config = OptimizerConfig(
         lambda _: optimizer, scheduler=make_scheduler, scheduler_interval="manual"
@@ -349,7 +352,9 @@ def _take_optimizer(optimizer: Optimizer, scheduler: Any = None) -> LearningRate
     return LearningRateSchedule(config, optimizer)
 
 
-def _follow(optimization: Optimization, is_resumable: bool, optimizer: Optimizer) -> None:
+def _follow(
+    optimization: Optimization, shards: int, is_resumable: bool, optimizer: Optimizer
+) -> None:
     """Take part in the steps of an optimizer that steps for the first time."""
     if optimizer in optimization.optimizers:
         return
@@ -359,6 +364,7 @@ def _follow(optimization: Optimization, is_resumable: bool, optimizer: Optimizer
             "be missing in checkpoints: pass all optimizers, as in ls.exact(model, [first, second])"
         )
     optimization.add(_take_optimizer(optimizer))
+    optimization.require_split(1, False, shards)
 
 
 def _read_checkpoint(
