@@ -218,9 +218,9 @@ def train(make, compute_loss, *, audit=True, steps=STEPS, set_to_none=True, wrap
     draws = []
     for _ in range(steps):
         for _ in range(MICROBATCHES // ls.world_size()):
-            exact.begin()
             inputs = torch.randn(5, 6, generator=data)
             targets = torch.randint(0, 3, (5,), generator=data)
+            exact.begin()
             exact.weigh(compute_loss(model, inputs, targets)).backward()
         assert exact.is_complete
         draws += torch.rand(1).item(), random.random()

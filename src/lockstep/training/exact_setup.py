@@ -28,6 +28,7 @@ from lockstep.data_parallel.sharded_gradients import (
     ShardedGradients,
     ShardingMesh,
     find_mesh,
+    free_gathered,
     is_fully_sharded,
 )
 from lockstep.data_parallel.sharded_norm import clip_grad_norm_
@@ -96,7 +97,10 @@ class Given:
         wrapper = outer if isinstance(outer, DistributedDataParallel) else None
         inner: nn.Module = model if wrapper is None else wrapper.module
         module: nn.Module = getattr(inner, "_orig_mod", inner)
-        mesh = find_mesh(module) if is_fully_sharded(module) else None
+        mesh = None
+        if is_fully_sharded(module):
+            free_gathered(module)
+            mesh = find_mesh(module)
         # A graph that contains the whole wrapper is one scope.
         inner = inner if wrapper is None or model is wrapper else model
         return cls(model, wrapper, inner, module, mesh)
