@@ -241,3 +241,28 @@ def seeded_generator():
 @pytest.mark.parametrize("make", [lambda: plain, whole_loader, frozen_teacher, seeded_generator])
 def test_what_depends_on_the_microbatch_only_is_permitted(loop, make):
     assert len(loop(make())) == 64
+
+
+def draw_after_the_loop():
+    model = network()
+    trainer = ls.Trainer(
+        model, None, torch.optim.Adam, microbatches=MICROBATCHES, loggers=[], progress=False
+    )
+    draws = []
+    for batch in trainer.batches(rows(32), 16):
+        with trainer.manual_step() as step:
+            for inputs, targets in step.microbatches(batch):
+                step.backward(plain(model, inputs, targets, None))
+            draws.append((float(torch.rand(())), random.random(), numpy.random.rand()))
+        with trainer.manual_step() as step:
+            step.backward_whole_batch(
+                lambda data: (model(data[0]), data[1]), F.cross_entropy, batch
+            )
+            draws.append((float(torch.rand(())), random.random(), numpy.random.rand()))
+    return draws
+
+
+def test_what_a_manual_step_draws_after_its_loop_is_the_same_on_all_ranks(ranks):
+    first, second = ranks(draw_after_the_loop, 2)
+    assert first == second
+    assert len(set(first)) == 4

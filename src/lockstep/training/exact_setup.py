@@ -51,6 +51,7 @@ from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.sharded_tensors import is_sharded
 from lockstep.training.engine import Engine, EngineOptions
 from lockstep.training.exact import Exact
 from lockstep.training.given_weights import GivenWeights
@@ -164,6 +165,8 @@ def exact(
     description = _compare(given, parallel, seed)
     if given.wrapper is None and given.mesh is None and parallel.replicas > 1:
         broadcast_weights(given.module, parallel.group, parallel.device)
+    if given.mesh is not None:
+        _require_shards(optimizers)
     optimization = _take_optimizers(given.module, optimizers, _list(scheduler))
     setup, gradients = _set_up(given, parallel, optimization, description, seed)
     config = _read_checkpoint(checkpoint, stateful, optimizers)
@@ -319,6 +322,17 @@ def _compare(given: Given, parallel: ParallelContext, seed: int) -> dict[str, st
 
 
 # --- the optimizers -------------------------------------------------------------------------
+
+
+def _require_shards(optimizers: Sequence[Optimizer]) -> None:
+    """Raise UsageError for an optimizer that was made while the model was gathered."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if not all(is_sharded(parameter) for group in groups for parameter in group["params"]):
+        raise UsageError(
+            "the optimizer has parameters that are not sharded, such as those that a call of the "
+            "model has gathered: make the optimizer after fully_shard and before the first call, "
+            "or call model.reshard() first"
+        )
 
 
 def _take_optimizers(
