@@ -19,6 +19,7 @@ from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.model.loss_root import warn_of_division
+from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.script_steps import ScriptSteps
 
@@ -61,7 +62,7 @@ class ExactBatch:
             self._loop = steps.begin(is_repeatable=True)
             self._final = -1
             try:
-                yield from self._loop.microbatches(self.data)
+                yield from watch_loop(self._loop.step, self._loop.microbatches(self.data))
             except GeneratorExit:
                 steps.leave()
                 raise

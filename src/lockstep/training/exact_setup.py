@@ -29,6 +29,7 @@ from lockstep.data_parallel.sharded_gradients import (
     ShardedGradients,
     ShardingMesh,
     find_mesh,
+    free_gathered,
     is_fully_sharded,
 )
 from lockstep.data_parallel.sharded_norm import clip_grad_norm_
@@ -51,6 +52,7 @@ from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.sharded_tensors import is_sharded
 from lockstep.training.engine import Engine, EngineOptions
 from lockstep.training.exact import Exact
 from lockstep.training.given_weights import GivenWeights
@@ -97,7 +99,10 @@ class Given:
         wrapper = outer if isinstance(outer, DistributedDataParallel) else None
         inner: nn.Module = model if wrapper is None else wrapper.module
         module: nn.Module = unwrap(inner)
-        mesh = find_mesh(module) if is_fully_sharded(module) else None
+        mesh = None
+        if is_fully_sharded(module):
+            free_gathered(module)
+            mesh = find_mesh(module)
         # A graph that contains the whole wrapper is one scope.
         inner = inner if wrapper is None or model is wrapper else model
         return cls(model, wrapper, inner, module, mesh)
@@ -161,6 +166,8 @@ def exact(
     description = _compare(given, parallel, seed)
     if given.wrapper is None and given.mesh is None and parallel.replicas > 1:
         broadcast_weights(given.module, parallel.group, parallel.device)
+    if given.mesh is not None:
+        _require_shards(optimizers)
     optimization = _take_optimizers(given.module, optimizers, _list(scheduler))
     ranks = 0 if given.mesh is None else dist.get_world_size(given.mesh.shards)
     optimization.require_split(1, False, ranks)
@@ -318,6 +325,17 @@ def _compare(given: Given, parallel: ParallelContext, seed: int) -> dict[str, st
 
 
 # --- the optimizers -------------------------------------------------------------------------
+
+
+def _require_shards(optimizers: Sequence[Optimizer]) -> None:
+    """Raise UsageError for an optimizer that was made while the model was gathered."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if not all(is_sharded(parameter) for group in groups for parameter in group["params"]):
+        raise UsageError(
+            "the optimizer has parameters that are not sharded, such as those that a call of the "
+            "model has gathered: make the optimizer after fully_shard and before the first call, "
+            "or call model.reshard() first"
+        )
 
 
 def _take_optimizers(
