@@ -6,6 +6,7 @@ each on a group of the backend "lockstep" and on one of Gloo.
 """
 
 import copy
+import math
 import random
 from functools import partial
 
@@ -24,6 +25,7 @@ import pytest_lockstep
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.kernel import spec
 from lockstep.kernel.errors import LossError, RankError, StateError, UsageError
+from lockstep.record.reader import read_run
 
 SAMPLES, BATCH = 43, 19  # batches of 19, 19 and 5 samples
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -633,6 +635,34 @@ def plain_loop(loop):
         loop.optimizer.step()
 
 
+def steps_scheduler_too_often(loop):
+    schedule = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.9)
+    data = rows(16)
+    loader = DataLoader(data, batch_sampler=loop.exact.sampler(data, 8))
+    for inputs, _ in loop.exact.microbatches(loader):
+        loop.exact.weigh(loop.model(inputs).mean()).backward()
+        if loop.exact.is_complete:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        if loop.exact.steps:  # torch warns of earlier ones
+            schedule.step()
+
+
+def changes_in_nested_batch(loop, change):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean())
+            change(loop.model[0])
+
+
+def forgets_train(loop):
+    changes_in_nested_batch(loop, nn.Module.eval)
+
+
+def freezes_in_batch(loop):
+    changes_in_nested_batch(loop, lambda module: module.requires_grad_(False))
+
+
 MISTAKES = {
     no_backward: "micro-batch 0 had no backward",
     continues_at_the_end: "step 1, micro-batch 3 had no backward",
@@ -663,6 +693,9 @@ MISTAKES = {
     has_closure: r"call optimizer.step\(\) without a closure",
     is_lbfgs: r"call optimizer.step\(\) without a closure",
     loader_of_its_own: r"a DataLoader that ls.exact does not divide.*batch_sampler=exact.sampler\(",
+    steps_scheduler_too_often: r"step 1: .*lr is 0.08\d+ in micro-batch 1, and was 0.09",
+    forgets_train: r"0 \(Linear\).training is False in micro-batch 1, and was True in",
+    freezes_in_batch: "0.weight.requires_grad is False in micro-batch 1, and was True in",
     plain_loop: "the gradients are those of this rank alone: iterate over exact.batches",
 }
 
@@ -792,25 +825,6 @@ def test_ranks_that_differ_are_told_apart(ranks, kind, said):
         ranks(disagree, 2, kind)
 
 
-@pytest.mark.stress
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("begin", range(0, 300, 50))
-def test_random_models_have_the_bits_of_one_rank(ranks, begin):
-    from grammar import case
-    from grammar.exact import fits, outcomes
-
-    seeds = [seed for seed in range(begin, begin + 50) if fits(case(seed))]
-    (alone,) = ranks(outcomes, 1, seeds)
-    trained = [outcome for outcome in alone if "steps" in outcome]
-    assert len(trained) > 0.7 * len(seeds), alone
-    for n in (2, 3):
-        for found in ranks(outcomes, n, seeds):
-            differing = [
-                s for s, one, other in zip(seeds, alone, found, strict=True) if one != other
-            ]
-            assert not differing, differing
-
-
 @pytest.mark.usefixtures("world_of_one")
 def test_a_forgotten_set_epoch_is_named_once(capsys):
     exact = ls.exact(nn.Linear(6, 3), microbatches=4)
@@ -827,3 +841,66 @@ def test_a_forgotten_set_epoch_is_named_once(capsys):
     assert "test_exact.py:" in said
     assert "epoch 1 is trained again" in said
     assert said.endswith("call set_epoch(epoch) of exact.sampler(...) before each epoch")
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def train_unweighed(folder):
+    """Train a loop that divides its losses by itself; return the losses that are known."""
+    model = network()
+    exact = ls.exact(model, microbatches=4, loggers=str(folder), progress=False)
+    optimizer = SGD(model.parameters())
+    data = rows(16)
+    loader = DataLoader(data, batch_sampler=exact.sampler(data, 8))
+    for inputs, targets in exact.microbatches(loader):
+        (F.cross_entropy(model(inputs), targets) / 4).backward()
+        if exact.is_complete:
+            optimizer.step()
+            optimizer.zero_grad()
+    exact.finish()
+    return exact.last_result.loss, exact.last_result.losses
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_that_was_not_weighed_is_not_known(ranks, tmp_path, n):
+    for loss, losses in ranks(partial(train_unweighed, tmp_path / "run"), n):
+        assert math.isnan(loss)
+        assert losses == [None] * 4
+    run = read_run(tmp_path / "run")
+    assert numpy.isnan(run.steps.loss).tolist() == [True, True]
+    assert run.steps.norm.min() > 0
+
+
+def divide_nested(loop, divide):
+    for batch in loop.exact.batches(rows(8), 8):
+        for inputs, _ in batch:
+            batch.backward(divide(loop.model(inputs).mean()))
+
+
+def divide_weighed(loop, divide):
+    data = rows(8)
+    loader = DataLoader(data, batch_sampler=loop.exact.sampler(data, 8))
+    for inputs, _ in loop.exact.microbatches(loader):
+        loop.exact.weigh(divide(loop.model(inputs).mean())).backward()
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("divide", [lambda loss: loss / 4, lambda loss: loss * 0.25])
+@pytest.mark.parametrize("train", [divide_nested, divide_weighed], ids=["nested", "weighed"])
+def test_a_division_by_the_number_of_microbatches_is_named(train, divide):
+    with pytest.warns(UserWarning, match="divided by 4, the number of micro-batches of the batch"):
+        train(Mistakes(), divide)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_other_divisions_are_not_named():
+    loop = Mistakes()
+    for batch in loop.exact.batches(rows(16), 16):  # micro-batches of 4 samples
+        for inputs, _ in batch:
+            outputs = loop.model(inputs)
+            of_sum = outputs.sum() / len(inputs)
+            batch.backward(of_sum / outputs.detach().norm())
+        loop.optimizer.zero_grad()
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).sum() / len(inputs))

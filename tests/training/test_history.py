@@ -1,5 +1,7 @@
 """The history: steps become epochs, and everybody is told once."""
 
+import math
+
 from lockstep.model.evaluation import Evaluation
 from lockstep.training.history import History, StepResult
 from lockstep.training.step_usage import RankTimes, RankUsage
@@ -71,3 +73,16 @@ def test_a_warning_is_written_once_wherever_it_comes_from():
     history.warn(1, "rank 1, step 0", "beware", show=False)
     history.warn(2, "rank 2, step 5", "beware", show=True)
     assert writer.lines == [("warning", {"rank": 1, "message": "rank 1, step 0: beware"})]
+
+
+def test_the_loss_of_an_epoch_is_not_known_without_that_of_each_step():
+    history = History()
+    history.step(result(0, loss=1.0), usage(1))
+    history.step(result(1, loss=math.nan), usage(1))
+    other = History()
+    other.load_state_dict(history.state_dict())
+    for one in (history, other):
+        one.step(result(2, loss=1.0), usage(1))
+        assert math.isnan(one.end_epoch(0).loss)
+        one.step(result(3, loss=2.0), usage(1))
+        assert one.end_epoch(1).loss == 2.0

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from lockstep.comm.activity import Waited
 from lockstep.data.assignment import Hosts, ReplicaShare, on_one_host
 from lockstep.data.consistency import (
     ORDER,
@@ -109,7 +110,6 @@ class Batches:
         self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
         # Of the current iteration.
         self._planned: EpochOrder | None = None  # the order; None for an iterable dataset
-        self._comparing = 0.0  # seconds spent on comparing the next batch between ranks
 
     def __len__(self) -> int:
         """Return the number of batches in the whole epoch."""
@@ -120,13 +120,15 @@ class Batches:
         start = self._start
         self._start = 0
         self.position = start
-        begun = perf_counter()
+        begun = perf_counter() - Waited.seconds
         with closing(self._all_items(start)) as items:
             for item, source in items:
-                batch = self._batch(item, source, perf_counter() - begun - self._comparing)
+                # Without the comparisons of the epoch and of samples, which wait for other ranks.
+                seconds = perf_counter() - Waited.seconds - begun
+                batch = self._batch(item, source, seconds)
                 self.position += 1
                 yield batch
-                begun = perf_counter()
+                begun = perf_counter() - Waited.seconds
         if self.position == 0:
             options = self._options
             few = "no samples"
@@ -264,14 +266,11 @@ class Batches:
             except Exception:
                 self._exchange_samples(())  # the other ranks wait for this message
                 raise
-            begun = perf_counter()
             descriptions = item.descriptions if isinstance(item, LoadedBatch) else ()
             require_same_samples(self._exchange_samples(descriptions))
-            self._comparing = perf_counter() - begun
             if item is not None:
                 yield item
                 del item  # free its memory
-                self._comparing = 0.0
                 yield from items
 
     def _exchange_samples(self, descriptions: Sequence[str]) -> list[bytes]:

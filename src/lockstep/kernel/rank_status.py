@@ -123,7 +123,7 @@ class StatusSummary(NamedTuple):
         gradients: For each position and part, the parameters that have a gradient on some rank.
         buffers: For each position and part, the results for the buffers.
         nodes: The losses times their shares, added along the tree, as (first leaf, end, sum).
-        losses: The index and the loss of each micro-batch, if the ranks are few.
+        losses: The index and the loss of each micro-batch that has one, if the ranks are few.
         metrics: For each metric the sum of the weights, and that of the values times weights.
         warnings: The first rank that has each sentence, and the warning.
         hooks: The merged values of the hooks, by their names.
@@ -173,7 +173,7 @@ class StatusSummary(NamedTuple):
     # --- what the ranks conclude ---------------------------------------------------------------
 
     def list_losses(self) -> list[float | None]:
-        """Return the loss of each micro-batch; None for one of weight 0, which is not computed.
+        """Return the loss of each micro-batch; None for one that has weight 0 or no known loss.
 
         Returns:
             The losses; empty if there are more than `DETAILED_RANKS` ranks.
@@ -189,7 +189,8 @@ class StatusSummary(NamedTuple):
         """Return the loss of the batch.
 
         The losses of the micro-batches, times their shares, are added in float64 along the tree.
-        Micro-batches that were not computed add 0.
+        Micro-batches that were not computed add 0. The sum is NaN if the loss of another one is
+        not known.
         """
         known = {(lo, hi): value for lo, hi, value in self.nodes}
         if len(known) < self.leaves > sum([hi - lo for lo, hi in known]):
@@ -254,7 +255,9 @@ def _read_result(computed: ComputedMicrobatch) -> MicrobatchResult:
     for name, value in given.items():
         value, weight = value if isinstance(value, tuple) else (value, microbatch.size)
         metrics[name] = float(value), float(weight)
-    return MicrobatchResult(microbatch.index, microbatch.size, computed.share, loss, metrics)
+    # A loop that calls loss.backward() by itself may have passed no loss on.
+    known = loss if computed.losses else None
+    return MicrobatchResult(microbatch.index, microbatch.size, computed.share, known, metrics)
 
 
 def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSummary:
@@ -263,9 +266,12 @@ def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSu
     rank = parallel.rank
     position = str(parallel.position)
     ranks = parallel.replicas * parallel.stages
-    losses = [(leaf, loss) for leaf, _, _, loss, _ in results]
+    losses = [(leaf, loss) for leaf, _, _, loss, _ in results if loss is not None]
     lost = [NonFiniteLoss(leaf, rank, loss) for leaf, loss in losses if not math.isfinite(loss)]
-    terms = [(leaf, leaf + 1, loss * share) for leaf, _, share, loss, _ in results]
+    terms = [
+        (leaf, leaf + 1, math.nan if loss is None else loss * share)
+        for leaf, _, share, loss, _ in results
+    ]
     terms += [(leaf, leaf + 1, 0.0) for leaf in status.skipped]
     warnings = {warning.sentence: (rank, warning) for warning in reversed(status.warnings)}
     return StatusSummary(

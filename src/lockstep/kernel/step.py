@@ -289,7 +289,8 @@ class OptimizerStep:
         if self.parallel.stages > 1:
             self.executor.broadcast_tied_gradients(step.attempt.number)
         for observer in step.observers:
-            observer.record_reduction({result.leaf: result.loss for result in status.microbatches})
+            losses = {leaf: loss for leaf, _, _, loss, _ in status.microbatches if loss is not None}
+            observer.record_reduction(losses)
 
     def _clip(self, step: StepContext) -> float:
         """Clip the gradients to the limit, and return their norm before clipping.

@@ -130,14 +130,14 @@ class MicrobatchResult(NamedTuple):
         leaf: The index of the micro-batch.
         size: The number of its samples.
         share: Its share of the batch's loss.
-        loss: Its loss, not multiplied by the share.
+        loss: Its loss, not multiplied by the share; None if a script's loop has not passed it on.
         metrics: Its metrics by name, each with its weight in the mean over the batch.
     """
 
     leaf: int
     size: int
     share: float
-    loss: float
+    loss: float | None
     metrics: Mapping[str, tuple[float, float]] = MappingProxyType({})
 
 
@@ -169,6 +169,9 @@ class StepObserver:
 
     def begin_microbatch(self) -> None:
         """Handle the beginning of a micro-batch, or of its forward through a stage."""
+
+    def begin_backward(self, microbatch: int) -> None:
+        """Handle the beginning of a backward pass that the script begins."""
 
     def watch_loss(
         self, loss: Callable[..., Any], microbatch: Microbatch, data: Any
@@ -234,20 +237,27 @@ class StepTimes:
     Attributes:
         begun: When the executor began.
         idle: Seconds that a stage waited for its neighbours.
+        loading: Seconds for data that were loaded between the micro-batches.
         computed: When the last micro-batch was computed.
         arrived: When the exchange of the statuses began.
         exchanged: When the statuses were exchanged.
         reduced: When gradients and buffers were reduced.
         updated: When the optimizer was done, without the wait for the ranks of an elastic run.
+        left: When the script got the gradients, without the time of its optimizers since then; 0
+            if the step itself updates the weights.
+        waited: The seconds for which this process had waited for others until then.
     """
 
     begun: float = 0.0
     idle: float = 0.0
+    loading: float = 0.0
     computed: float = 0.0
     arrived: float = 0.0
     exchanged: float = 0.0
     reduced: float = 0.0
     updated: float = 0.0
+    left: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass

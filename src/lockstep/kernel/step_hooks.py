@@ -33,7 +33,8 @@ class StepResult:
     Attributes:
         step: The number of the step, from 0.
         epoch: The epoch, from 0.
-        loss: The loss of the batch before the step.
+        loss: The loss of the batch before the step; NaN in a loop with `ls.exact` that calls
+            `backward` on losses that it has not weighed.
         samples: The number of samples of the batch.
         metrics: The means of the metrics over the samples of the batch.
         lr: The learning rate of the step.
@@ -47,7 +48,7 @@ class StepResult:
         is_skipped: Whether gradients overflowed, so that the weights did not change; None without
             float16 autocast.
         losses: The losses of the micro-batches; None for a micro-batch of weight 0, which is not
-            computed. Empty if there are more than 64 ranks.
+            computed, and for a loss that is not known. Empty if there are more than 64 ranks.
         batch: A hash of the batch's sample indices, or of its content if it does not come from
             `trainer.batches`; None if neither is known.
     """

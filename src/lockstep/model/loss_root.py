@@ -12,7 +12,16 @@ from lockstep.kernel.errors import LossError
 from lockstep.kernel.loss_scale import LossScale
 from lockstep.kernel.step_context import StepContext
 
-__all__ = ["LossRoot", "check_scalar", "record_loss", "run_backward", "scale_loss"]
+__all__ = [
+    "LossRoot",
+    "check_scalar",
+    "record_loss",
+    "run_backward",
+    "scale_loss",
+    "warn_of_division",
+]
+
+FIRST = 3  # steps in which divisions are looked for
 
 _is_logged = logging.getLogger("torch.autograd.graph").isEnabledFor
 _is_mode_enabled = torch._C._is_torch_function_mode_enabled
@@ -53,6 +62,49 @@ def record_loss(
             ".item() or .data"
         )
     return noted
+
+
+def warn_of_division(step: StepContext, loss: torch.Tensor, size: int, call: str) -> None:
+    """Warn if a script divides a loss by a number of micro-batches, in the first steps.
+
+    Args:
+        step: The context of the step.
+        loss: The loss of a micro-batch before it is multiplied by its share.
+        size: The number of samples of the micro-batch, by which a sum may be divided.
+        call: What multiplies it, such as "exact.weigh(loss)".
+    """
+    if step.number >= FIRST or not isinstance(loss, torch.Tensor):
+        return
+    assert step.batch is not None
+    divisor = _find_divisor(loss)
+    numbers = {
+        float(len(step.batch.microbatches)): "this rank, which depends on the number of ranks",
+        float(step.batch.leaves): "the batch",
+    }
+    if divisor > 1 and divisor != size and divisor in numbers:
+        step.warn(
+            step.where,
+            f"the loss is divided by {divisor:g}, the number of micro-batches of "
+            f"{numbers[divisor]}, and {call} multiplies it by the share of the micro-batch, too: "
+            "leave out the division",
+        )
+
+
+def _find_divisor(loss: torch.Tensor) -> float:
+    """Return the number by which the last operation of a loss divides it; 1 if it does not."""
+    operation: Any = loss.grad_fn
+    name = "" if operation is None else operation.name()
+    if name not in ("DivBackward0", "MulBackward0"):
+        return 1.0
+    other = operation._saved_other
+    divided = operation.next_functions[0][0]
+    is_sum = divided is not None and "Sum" in divided.name()
+    if other is None or other.requires_grad or other.numel() != 1 or is_sum:
+        return 1.0
+    number = float(other)
+    if name == "DivBackward0" or not number:
+        return number
+    return float(round(1 / number, 6))
 
 
 def scale_loss(loss: torch.Tensor, share: float, scale: LossScale | None) -> torch.Tensor:

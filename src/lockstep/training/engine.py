@@ -308,6 +308,7 @@ class Engine:
                 state.digest,
                 state.optimizer_digest,
                 setup.optimization.local_state,
+                self.settle,
                 setup.optimization.optimizers,
                 is_exact=self.options.is_exact,
             )
@@ -316,6 +317,11 @@ class Engine:
         if path is not None and self._stateful is not None:
             self.run.replay_from(path, self._stateful)
         return Observation(observer, setup.executor.position)
+
+    def settle(self) -> None:
+        """Commit the last step of a script's loop, which is otherwise done at its next call."""
+        if self.end.settle is not None:
+            self.end.settle()
 
     # --- the record ---------------------------------------------------------------------------
 

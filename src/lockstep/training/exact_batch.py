@@ -18,6 +18,7 @@ from lockstep.data.loader import Batches
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rank_status import StatusSummary
+from lockstep.model.loss_root import warn_of_division
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.script_passes import SampleLoop
 from lockstep.training.script_steps import ScriptSteps
@@ -131,11 +132,15 @@ class ExactBatch:
                 f"{loop.place}: a second backward of the micro-batch: add its losses and call "
                 "batch.backward once, or pass final=False to each call"
             )
+        if share is None and weight is None:
+            size = loop.current.microbatch.size
+            warn_of_division(loop.step, loss, size, "batch.backward(loss)")
         if weight is not None:
             self._steps.weights.given[index] = share = float(weight)
         if weight == 0:  # such as a mean over no tokens, which is not a number
             loop.is_skipped = True
-            self._final = index
+            if final:
+                self._final = index
             return
         scaled = None
         if scaler is not None:

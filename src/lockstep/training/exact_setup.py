@@ -428,10 +428,7 @@ def _set_up(
     )
     combined = optimization.optimizer
     state_check = StateMutationCheck(modules, HeldParameters(modules, optimizer=combined))
-    is_elastic = membership() is not None
-    hyperparameters = HyperparameterCheck(
-        {"model": module}, combined, parallel.group, is_elastic=is_elastic
-    )
+    hyperparameters = HyperparameterCheck({"model": module}, combined, parallel.group)
     settings = dict(description)
     for number, optimizer in enumerate(optimization.optimizers):
         suffix = "" if len(optimization.optimizers) == 1 else f"[{number}]"
@@ -443,6 +440,6 @@ def _set_up(
         executor=executor,
         state_check=state_check,
         settings=settings,
-        checks=[*([hyperparameters] if hyperparameters.is_needed else []), state_check],
+        checks=[hyperparameters, state_check],
     )
     return setup, gradients

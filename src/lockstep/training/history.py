@@ -339,16 +339,18 @@ class _Sums:
 
     numerator: int = 0  # of the loss
     denominator: int = 1  # a power of two
+    has_unknown: bool = False  # whether the loss of a step is not known
     metrics: dict[str, tuple[Fraction | float, int]] = field(default_factory=dict)
     samples: int = 0
     seconds: float = 0.0
 
     @property
-    def loss(self) -> Fraction:
-        return Fraction(self.numerator, self.denominator)
+    def loss(self) -> Fraction | float:
+        return math.nan if self.has_unknown else Fraction(self.numerator, self.denominator)
 
     def add(self, result: StepResult) -> None:
-        numerator, denominator = result.loss.as_integer_ratio()
+        self.has_unknown = self.has_unknown or math.isnan(result.loss)
+        numerator, denominator = (0.0 if self.has_unknown else result.loss).as_integer_ratio()
         if denominator > self.denominator:
             self.numerator *= denominator // self.denominator
             self.denominator = denominator
@@ -370,8 +372,10 @@ class _Sums:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> _Sums:
         metrics = {name: (_read(value), n) for name, (value, n) in state["metrics"].items()}
-        loss = Fraction(state["loss"])
-        return cls(*loss.as_integer_ratio(), metrics, state["samples"], state["seconds"])
+        loss = _read(state["loss"])
+        is_unknown = isinstance(loss, float)
+        ratio = (0 if is_unknown else loss).as_integer_ratio()
+        return cls(*ratio, is_unknown, metrics, state["samples"], state["seconds"])
 
 
 def _find_stack_level() -> int:

@@ -1,19 +1,26 @@
-"""Settings that a program may change between steps, compared in every step.
+"""Settings that a program may change between steps, but not within one, compared in every step.
 
     trainer.optimizer.param_groups[0]["lr"] = 0.01       an option of the optimizer
     model[1].eval()                                      the mode of a module
     model[0].weight.requires_grad_(False)                a frozen parameter
 
 A change on one rank alone would pass unnoticed: all ranks would get the same sums, but not those
-of a single process. The status of every step therefore contains a hash of these settings. Other
-attributes of modules may change while a rank computes its micro-batches; the audit finds those
-that differ between ranks and have an effect.
+of a single process. The status of every step therefore contains a hash of these settings. A change
+between two micro-batches, such as `scheduler.step()` in the wrong loop, would happen as often as
+a rank has micro-batches. So where the script computes them, the settings of all are compared:
+
+    micro-batch 0           micro-batch 1           micro-batch 2
+    backward: noted         backward: the same?     backward: the same?
+
+Other attributes of modules may change while a rank computes its micro-batches; the audit finds
+those that differ between ranks and have an effect.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +31,7 @@ from torch.optim import Optimizer
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.kernel.errors import DisagreementError
 from lockstep.kernel.rank_status import StatusSummary
-from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import (
     PLAIN,
@@ -36,17 +43,15 @@ from lockstep.model.description import (
 __all__ = ["HyperparameterCheck"]
 
 
-class HyperparameterCheck(StepHook):
+class HyperparameterCheck(StepHook, StepObserver):
     """The hook that compares the settings of modules and an optimizer.
+
+    It observes the micro-batches that a script computes.
 
     Args:
         modules: The modules that a step calls, by the name that messages use.
         optimizer: The optimizer of the trainer.
         group: The group of the training's ranks.
-        is_elastic: Whether the number of ranks can change.
-
-    Attributes:
-        is_needed: Whether there are other ranks to compare with, at some time.
     """
 
     name = "hyperparameters"
@@ -56,12 +61,12 @@ class HyperparameterCheck(StepHook):
         modules: Mapping[str, nn.Module],
         optimizer: Optimizer,
         group: dist.ProcessGroup | None = None,
-        *,
-        is_elastic: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._group = group
-        self.is_needed = is_elastic or dist.get_world_size(group) > 1
+        self._step: StepContext | None = None  # whose micro-batches the script computes
+        self._first = -1  # its first micro-batch on this rank, and the settings in it
+        self._noted: list[Any] = []
         self._modules: dict[str, nn.Module] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         for root, module in modules.items():
@@ -70,17 +75,38 @@ class HyperparameterCheck(StepHook):
             for path, parameter in module.named_parameters(prefix=root):
                 self._parameters[f"{path}.requires_grad"] = parameter
 
+    def begin(self, step: StepContext, batch: Any) -> None:
+        """Observe the micro-batches that the script computes."""
+        if batch is None:
+            step.observers.append(self)
+            self._step = step
+            self._first = -1
+
+    def begin_backward(self, microbatch: int) -> None:
+        """Refuse a step in whose micro-batches the settings differ."""
+        step = self._step
+        assert step is not None
+        settings = [*self._read(), *self._read_options()]
+        if self._first < 0:
+            self._first = microbatch
+            self._noted = settings
+        if settings == self._noted or step.refusal:
+            return
+        names = [*self._modules, *self._parameters, *describe_options("optimizer", self._optimizer)]
+        entries = zip_longest(names, self._noted, settings)
+        name, before, after = next(entry for entry in entries if entry[1] != entry[2])
+        step.refuse(
+            f"{name} is {after} in micro-batch {microbatch}, and was {before} in micro-batch "
+            f"{self._first} of the same batch. How many micro-batches a rank computes depends on "
+            "the number of ranks, so make changes between two steps only: call scheduler.step() "
+            "once per batch, after its last micro-batch"
+        )
+
     def status(self, step: StepContext) -> str:
         """Return a hash of the settings; "" if there is only one rank."""
         if dist.get_world_size(self._group) == 1:
             return ""
-        options = [
-            value if type(value) in PLAIN else describe_value(value)
-            for group in self._optimizer.param_groups
-            for name, value in group.items()
-            if name != "params"
-        ]
-        settings = repr([self._read(), options])
+        settings = repr([self._read(), self._read_options()])
         return xxhash.xxh3_64_hexdigest(settings.encode())
 
     def merge(self, left: str | None, right: str | None) -> str | None:
@@ -107,6 +133,15 @@ class HyperparameterCheck(StepHook):
         if difference is not None:
             advice = "make every change between steps on all ranks"
             raise DisagreementError(difference.format_message(advice, f" in step {step.number}"))
+
+    def _read_options(self) -> list[Any]:
+        """Return the options of the optimizer's parameter groups."""
+        return [
+            value if type(value) in PLAIN else describe_value(value)
+            for group in self._optimizer.param_groups
+            for name, value in group.items()
+            if name != "params"
+        ]
 
     def _read(self) -> list[Any]:
         """Return the modes, and which parameters are trained."""

@@ -12,6 +12,7 @@ import torch
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import StepResult
+from lockstep.model.loss_root import warn_of_division
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.whole_batch import backward_whole_batch, gather, total
 
@@ -112,9 +113,11 @@ class ManualStep:
             LossError: The loss is not a scalar that depends on a trainable parameter.
             UsageError: No micro-batch is being computed.
         """
-        self._entered().backward(
-            loss, share=share, metrics=metrics, retain_graph=retain_graph, final=final
-        )
+        loop = self._entered()
+        if share is None and loop.current is not None:
+            size = loop.current.microbatch.size
+            warn_of_division(loop.step, loss, size, "step.backward(loss)")
+        loop.backward(loss, share=share, metrics=metrics, retain_graph=retain_graph, final=final)
 
     def total(self, count: Callable[[Any], float], *batches: Any) -> float:
         """Return the sum of a number of each micro-batch over the whole batch, the same everywhere.

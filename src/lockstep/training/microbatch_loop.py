@@ -411,10 +411,10 @@ class MicrobatchLoop:
                     "loss, such as step.backward(loss, share=len(inputs) / batch.size) for a mean "
                     "over the inputs from one of them"
                 )
-            share = current.share
-        # The report multiplies by the micro-batch's own share.
-        factor = 1.0 if share is current.share else share / current.share
-        current.losses.append(record_loss(step, loss, self.place, factor))
+            share = step.shares[index]
+        for observer in step.observers:
+            observer.begin_backward(index)
+        self.note_loss(loss, share)
         for observer in step.observers:
             observer.record_graph(loss, (step.number, index))
         if metrics:
@@ -428,6 +428,17 @@ class MicrobatchLoop:
             start, gradient = self.roots.find(loss if root is None else root, share)
             with self.gradients.watch_backward(start, index) if is_watched else NOTHING:
                 run_backward(start, gradient, retain_graph)
+
+    def note_loss(self, loss: torch.Tensor, share: float) -> None:
+        """Note a loss of the current micro-batch, and its share in that of the batch."""
+        current = self.current
+        assert current is not None
+        # The report multiplies by the micro-batch's share. A loss that was scaled here instead
+        # would be rounded to its dtype.
+        if share and not current.losses:
+            current.share = share
+        factor = 1.0 if share == current.share else share / current.share
+        current.losses.append(record_loss(self.step, loss, self.place, factor))
 
     def record_mean(self, loss: torch.Tensor) -> None:
         """Show a loss of the whole batch to the observers."""

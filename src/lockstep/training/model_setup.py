@@ -147,17 +147,14 @@ def set_up_model(
     )
     shards = parallel.share.shards if parallel.is_sharded else 0
     optimization.require_split(parallel.stages, is_shared, shards)
-    hyperparameters = HyperparameterCheck(
-        modules, optimization.optimizer, parallel.group, is_elastic=is_elastic
-    )
+    hyperparameters = HyperparameterCheck(modules, optimization.optimizer, parallel.group)
     own_metrics = {
         name: metric for name, metric in metrics.items() if not isinstance(metric, DatasetMetric)
     }
     executor, state_check = _build_executor(
         parallel, called, partitioner, optimization, own_metrics, seed, is_shared, is_elastic
     )
-    checks: list[StepHook] = [hyperparameters] if hyperparameters.is_needed else []
-    checks.append(state_check)
+    checks: list[StepHook] = [hyperparameters, state_check]
     return ModelSetup(
         model=called,
         module=module,

@@ -40,6 +40,9 @@ class EngineParts(Protocol):
     evaluations: Any
     rounds: Any
 
+    def settle(self) -> None:
+        """Commit the last step of a script's loop, which is otherwise done at its next call."""
+
     def save_weights(self, path: Path, ema: bool) -> None:
         """Write the weights to a file from rank 0, unless a command observes the steps."""
 

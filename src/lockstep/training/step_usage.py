@@ -4,6 +4,9 @@
                      loop, callbacks,                     for the last one
                      evaluation, saving
 
+A step of `ls.exact` ends for its script when the gradients are complete; the optimizers that the
+script calls then still belong to the step.
+
 A line of the record has a row for each of the first `DETAILED_RANKS` ranks, so its size does not
 depend on the number of ranks.
 """
@@ -136,8 +139,9 @@ class StepUsage(StepHook):
         """Return the usage of this rank."""
         times = step.times
         data = 0.0 if step.batch is None else step.batch.seconds
-        compute = times.computed - times.begun - times.idle
         self._outside = max(0.0, self._outside - data)
+        data += times.loading
+        compute = times.computed - times.begun - times.idle - times.loading
         if (now := time.monotonic()) >= self._due:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             self._peak = peak if sys.platform == "darwin" else peak * 1024
@@ -156,9 +160,9 @@ class StepUsage(StepHook):
     def measure(self, step: StepContext, value: RankUsage) -> dict[str, Any]:
         """Return the duration of the step, and the times of the ranks."""
         times = step.times
-        self._ended = time.perf_counter()
+        self._ended = times.left or time.perf_counter()
         self._ranks = step.parallel.rank, step.parallel.replicas
-        self._waited = Waited.seconds
+        self._waited = times.waited if times.left else Waited.seconds
         if step.parallel.replicas * step.parallel.stages == 1:  # it waits for no other rank
             row = value.rows[0]
             compute = row.compute + times.updated - times.reduced

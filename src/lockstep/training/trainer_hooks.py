@@ -54,6 +54,7 @@ class ObservedTrainer:
         optimizer_digest: The same for the optimizer's state.
         optimizer_state: The function that returns the optimizer's state on this rank, by names
             such as "weight/exp_avg".
+        settle: The function that commits the last step of a script's loop, if it is still open.
         optimizers: The optimizers.
         is_exact: Whether it is a handle of `ls.exact`.
     """
@@ -66,6 +67,7 @@ class ObservedTrainer:
     digest: Callable[[], str]
     optimizer_digest: Callable[[], str]
     optimizer_state: Callable[[], Mapping[str, Any]]
+    settle: Callable[[], None]
     optimizers: Sequence[Optimizer] = ()
     is_exact: bool = False
 

@@ -61,6 +61,7 @@ class MemorySession:
         self._record = record
         self._ranks = ranks
         self._blocks: Blocks | None = None
+        self._observed: ObservedTrainer | None = None
         self.optimizers: Sequence[Optimizer] = ()
 
     def options(self, model: nn.Module | Any, given: PipelineConfig) -> tuple[PipelineConfig, bool]:
@@ -75,6 +76,7 @@ class MemorySession:
             UsageError: The memory of such a training cannot be planned.
         """
         self.optimizers = trainer.optimizers
+        self._observed = trainer
         if trainer.parallel.device.type != "cpu":
             raise UsageError(
                 f"lockstep plan measures trainings on the CPU, and this one is on "
@@ -106,6 +108,11 @@ class MemorySession:
         """Record what was measured, and raise SessionComplete, which ends the script."""
         self._record(training)
         raise SessionComplete
+
+    def settle(self) -> None:
+        """Commit the last step of a loop, after the program has ended."""
+        if self._observed is not None:
+            self._observed.settle()
 
     def record_unfinished(self) -> None:
         """Do nothing: steps that do not end are not measured."""
