@@ -125,7 +125,7 @@ def _wrap_data_loaders() -> None:
 def _find_user_line(frame: FrameType | None) -> str:
     """Return the line of the script that made a call; "" if it is a call of Lockstep."""
     while frame is not None and not frame.f_code.co_filename.startswith(LOCKSTEP):
-        if is_user_code(frame.f_code):
+        if is_code_of_user(frame.f_code):
             return describe_line(frame)
         frame = frame.f_back
     return ""

@@ -64,6 +64,7 @@ from lockstep.training.optimizer_config import OptimizerConfig, reject_broken_fu
 from lockstep.training.parallel_setup import find_replica_hosts
 from lockstep.training.run_record import LoggerLike
 from lockstep.training.script_executor import ScriptExecutor
+from lockstep.training.script_passes import make_script_passes
 from lockstep.training.script_steps import ScriptSteps, ScriptUpdate
 from lockstep.training.session import current_session
 from lockstep.training.unsupported_modules import reject_unsupported_modules
@@ -443,8 +444,13 @@ def _set_up(
             keeps_sums=membership() is not None,
         )
     blocks = find_block_names(given.inner, None)
-    executor = ScriptExecutor(parallel, given.inner, module, gradients, blocks, {}, seed)
     modules = {"": module}
+    make_passes = None
+    if isinstance(gradients, GradientReducer) and not gradients.has_sparse:
+        make_passes = partial(make_script_passes, parallel, given.inner, modules)
+    executor = ScriptExecutor(
+        parallel, given.inner, module, gradients, blocks, {}, seed, make_passes
+    )
     combined = optimization.optimizer
     state_check = StateMutationCheck(modules, HeldParameters(modules, optimizer=combined))
     hyperparameters = HyperparameterCheck({"model": module}, combined, parallel.group)
