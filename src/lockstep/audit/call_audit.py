@@ -151,6 +151,11 @@ class CallAudit:
         with self._recording() if self._is_chosen else suppress(CannotRepeatError):
             raise CannotRepeatError(reason)
 
+    def leave_out(self) -> None:
+        """Repeat no call of the current step."""
+        self._chosen = -1
+        self._recorded = None
+
     def begin_call(self, arguments: Arguments) -> Arguments:
         """Record a call of the model."""
         if self._is_chosen:

@@ -77,7 +77,9 @@ class CallAuditHook(StepHook):
                 audit.begin_step(step.number, [])
                 stack.enter_context(calls.watch(audit.begin_call, audit.end_call))
             yield
-        for calls, audit in parts if step.failure is None else ():
+        for calls, audit in parts:
+            if step.failure is not None:
+                audit.leave_out()  # the other ranks of a sharded model ask this one nevertheless
             if (failure := audit.find_failure(calls.buffers.preserve)) is not None:
                 self._found.append({"error": [type(failure).__name__, str(failure)]})
 

@@ -47,6 +47,7 @@ __all__ = [
     "ShardingMesh",
     "find_hook",
     "find_mesh",
+    "free_gathered",
     "is_fully_sharded",
 ]
 
@@ -120,6 +121,25 @@ def find_mesh(module: nn.Module) -> ShardingMesh:
     if len(groups) == 1:
         return ShardingMesh(groups[0], groups[0], None, on_one_host(dist.get_world_size(groups[0])))
     return ShardingMesh(None, groups[1], groups[0], hosts)
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Free the parameters that earlier calls of a sharded model have gathered, as to evaluate it.
+
+    Raises:
+        UsageError: A block was called before the model.
+    """
+    for name, part in module.named_modules():
+        if not is_fully_sharded(part):
+            continue
+        sharded: Any = part
+        if part is not module and sharded._get_fsdp_state()._is_root:
+            raise UsageError(
+                f"{name} was called before the model that contains it, and fully_shard takes the "
+                "first module that is called for the whole model: call the model first, or "
+                "ls.exact before both"
+            )
+        sharded.reshard()
 
 
 def find_hook(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
@@ -206,6 +226,10 @@ class ShardedGradients:
         self._require_one_dtype()
         self._sums = TreeAccumulator[GradientList](1, _add_lists)
         self._roots: list[tuple[Any, int]] = []  # the outputs from which backward began
+        root: Any = module
+        if not any(parameter.is_meta for _, parameter in parameters):
+            # Otherwise torch would take the first module that is called for the root.
+            root._get_fsdp_state()._lazy_init()
         # First, before torch gathers the parameters.
         begin_call: Any = torch.compiler.disable(self._begin_call)
         module.register_forward_pre_hook(begin_call, prepend=True)

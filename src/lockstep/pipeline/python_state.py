@@ -26,6 +26,7 @@ from types import (
     BuiltinMethodType,
     CellType,
     CodeType,
+    FrameType,
     FunctionType,
     MethodType,
     ModuleType,
@@ -41,7 +42,14 @@ from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.kernel.errors import UsageError
 from lockstep.model.description import MACHINERY
 
-__all__ = ["Assigned", "PythonState", "find_python_state", "find_python_states"]
+__all__ = [
+    "Assigned",
+    "Holder",
+    "PythonState",
+    "find_python_state",
+    "find_python_states",
+    "find_reachable_from_frame",
+]
 
 LARGEST = 1000
 MOST = 20_000
@@ -234,6 +242,20 @@ def find_python_state(root: nn.Module, path: str) -> PythonState:
     return PythonState(_find_reachable(root, path), {})
 
 
+def find_reachable_from_frame(frame: FrameType, skip: Iterable[Any] = ()) -> list[Holder]:
+    """Return the objects with mutable content that running code refers to by its names.
+
+    Args:
+        frame: The frame of the code.
+        skip: Objects that are left out, with what only they refer to.
+    """
+    names = dict.fromkeys(_iterate_code_names(frame.f_code))
+    scope = frame.f_globals
+    roots = [(value, name) for name, value in frame.f_locals.items()]
+    roots += [(GlobalName(scope, name), name) for name in names if name in scope]
+    return list(_find_reachable_from(roots, skip).values())
+
+
 def find_python_states(
     stages: Sequence[Mapping[str, nn.Module]],
     loss: Callable[..., Any] | None,
@@ -288,10 +310,16 @@ def _find_other_user(users: Sequence[Mapping[ObjectKey, str]], number: int, key:
 
 def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[ObjectKey, Holder]:
     """Return the objects with mutable content that `root` refers to, including itself."""
+    return _find_reachable_from([(root, path)], skip)
+
+
+def _find_reachable_from(
+    roots: Iterable[tuple[Any, str]], skip: Iterable[Any]
+) -> dict[ObjectKey, Holder]:
     holders: dict[ObjectKey, Holder] = {}
     seen: set[ObjectKey] = {id(skipped) for skipped in skip}
     kept: list[Any] = []  # keeps the objects alive, so that no id is reused
-    pending = deque([(root, path)])
+    pending = deque(roots)
     while pending and len(seen) < MOST:
         value, path = pending.popleft()
         key = (id(value.scope), value.name) if isinstance(value, GlobalName) else id(value)
@@ -378,7 +406,9 @@ def _get_content(value: Any) -> dict[Any, Any]:
     """Return the content of an object, by name or position."""
     if (scope := _get_scope(value)) is not None:
         hidden = HIDDEN if isinstance(value, nn.Module) else ()
-        return {name: entry for name, entry in scope.items() if name not in hidden}
+        # Not by the methods of a subclass: that of transformers' lazy mappings imports all models.
+        items = dict.items(scope) if isinstance(scope, dict) else scope.items()
+        return {name: entry for name, entry in items if name not in hidden}
     if isinstance(value, GlobalName):
         return {value.name: value.scope.get(value.name, MISSING)}
     if isinstance(value, CellType):
@@ -405,7 +435,7 @@ def _get_content(value: Any) -> dict[Any, Any]:
 def _get_scope(value: Any) -> dict[Any, Any] | None:
     """Return the dictionary of an object's attributes or entries."""
     if isinstance(value, dict):
-        return value if len(value) <= LARGEST else None
+        return value if dict.__len__(value) <= LARGEST else None
     if isinstance(value, (type, GlobalName, torch.Tensor, torch.Generator, numpy.ndarray)):
         return None
     if isinstance(value, (list, tuple, set, deque, count, CellType)) or is_private_generator(value):

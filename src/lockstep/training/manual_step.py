@@ -13,6 +13,7 @@ import torch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.loss_root import warn_of_division
+from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.whole_batch import add_counts, backward_whole_batch, gather_whole_batch
 
@@ -84,7 +85,8 @@ class ManualStep:
             UsageError: The step already has a batch, its context was not entered, or several
                 batches have different numbers of micro-batches.
         """
-        return self._entered().microbatches(*(batches or self._batches))
+        loop = self._entered()
+        return _continue_alike(loop, loop.microbatches(*(batches or self._batches)))
 
     def backward(
         self,
@@ -212,3 +214,10 @@ class ManualStep:
                 "`with trainer.manual_step() as step:` and use step inside"
             )
         return self._loop
+
+
+def _continue_alike(loop: MicrobatchLoop, microbatches: Iterator[Any]) -> Iterator[Any]:
+    """Yield micro-batches; what the block draws after them is the same on every rank."""
+    yield from watch_loop(loop.step, microbatches)
+    if loop.step.batch is not None:
+        loop.scopes.begin_microbatch(loop.step.number, loop.step.batch.leaves)

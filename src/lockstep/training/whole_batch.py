@@ -106,6 +106,8 @@ def backward_whole_batch(
         loop.note_mean(value, batch.size)
         with parallel.without_autocast():
             torch.autograd.backward([one for one, _ in roots], [part for _, part in roots])
+    # What the block draws afterwards must not follow from this rank's last micro-batch.
+    loop.scopes.begin_microbatch(step.number, batch.leaves)
     return value.detach()
 
 

@@ -27,6 +27,7 @@ from torch import nn
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
+from lockstep.model.compilation import is_plain_call
 from lockstep.model.description import (
     PLAIN,
     describe_value,
@@ -35,6 +36,9 @@ from lockstep.model.description import (
 )
 
 __all__ = ["ModuleSettings"]
+
+CALL = "_compiled_call_impl"
+"""The attribute with what torch calls instead of a module's own call."""
 
 LARGEST = 1000
 """The largest container that is restored, in members."""
@@ -55,6 +59,7 @@ class Opaque(str):
 
 
 DELETED = Opaque("missing")
+COMPILED = Opaque("compiled")
 UNKNOWN = Opaque()
 """A container of values that cannot be described, such as a list of activations."""
 
@@ -205,6 +210,10 @@ class ModuleSettings:
         hooks: dict[str, str] = {}
         for path, part in self._iterate_parts():
             for name, value in iterate_attributes(part):
+                if name == CALL:  # which Lockstep replaces to watch calls
+                    if not is_plain_call(value):
+                        settings[f"{path}.{name}"] = COMPILED
+                    continue
                 settings[f"{path}.{name}"] = value if type(value) in SCALARS else _hold(value)
             if isinstance(part, nn.Module):
                 for name, parameter in part._parameters.items():
