@@ -107,6 +107,8 @@ class ExactBatch:
         if loop is None or loop.current is None:
             self._refuse("batch.backward(loss)")
         index = loop.current.microbatch.index
+        if scaler is not None:
+            loop.step.may_overflow = True
         if index == self._final:
             raise UsageError(
                 f"{loop.place}: a second backward of the micro-batch: add its losses and call "
@@ -125,7 +127,6 @@ class ExactBatch:
         scaled = None
         if scaler is not None:
             scaled = scaler.scale(loss)
-            loop.step.may_overflow = True
         loop.backward(loss, share=share, retain_graph=retain_graph, final=final, root=scaled)
         if final:
             self._final = index
