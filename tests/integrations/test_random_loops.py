@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 FRAMEWORKS = ("lightning", "transformers", "accelerate")
-SHORT = range(8)
+SHORT = range(4)
 LONG = range(1_000, 1_400)
 AT_A_TIME = 25
 

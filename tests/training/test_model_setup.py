@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.launcher import world as joined
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -25,7 +26,7 @@ class Calibrated(nn.Linear):
 
 
 class Fixed(nn.Module):
-    """Has a parameter in memory on whatever device it is made."""
+    """Has a parameter in memory on any device."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ def test_the_same_bits_with_blocks_alive_on_their_ranks_alone(ranks, capfd):
     ((notes, alive, bits),) = ranks(trained, 1)
     assert notes == [[True]] * 4 + [[], [True]]
     assert {name[0] for name in alive} == {"0", "1", "2", "3", "5"}
-    # Block 2 fails on the meta device, and is made and let go of; 3 has memory whatever is said.
+    # Block 2 fails on the meta device, and is made and freed; 3 has memory in any case.
     made = [[[True]] * 4 + [[], [False]], [[False], [False], [True], [True], [], [True]]]
     for position, (given, interleaved, measured) in enumerate(ranks(rank, 4)):
         assert given[0] == made[position % 2]
@@ -162,7 +163,7 @@ def test_blocks_that_share_a_tensor_come_to_life_together(ranks):
         layout = {
             "pipeline": ls.PipelineConfig(stages=2, schedule="interleaved", balance=[1, 1, 1, 1])
         }
-        layout = layout if ls.world().world_size == 2 else {}
+        layout = layout if joined.world().world_size == 2 else {}
         trainer = ls.Trainer(blocks, nn.MSELoss(), SGD, seed=3, **layout)
         assert first.weight is last.weight
         assert not first.weight.is_meta

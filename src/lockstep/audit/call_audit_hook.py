@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.audit.audit_config import AuditConfig
-from lockstep.audit.call_audit import CallAudit, raise_failure
+from lockstep.audit.call_audit import CallAudit, raise_by_name
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step_context import Position, StepContext, StepObserver
 from lockstep.kernel.step_hooks import CommittedStep, RepeatStep, StepHook
@@ -127,7 +127,7 @@ class CallAuditHook(StepHook):
         for finding in findings if errors or is_wrong else ():
             self._record(finding)
         if errors:
-            raise_failure(*errors[0])
+            raise_by_name(*errors[0])
         if is_wrong:
             raise RepeatStep(f"{step.where}: the step is computed again, after a wrong result")
 
