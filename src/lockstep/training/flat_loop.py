@@ -48,6 +48,7 @@ ADVICE = (
 )
 
 
+# It has many attributes: the step and the micro-batch in it, and what the loop has called so far.
 class FlatLoop:
     """The micro-batches of a loop that is not nested, in the order in which they are computed.
 
