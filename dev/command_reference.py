@@ -201,9 +201,9 @@ def _code(text: str, names: Sequence[str] = ()) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [heads, ("---",) * len(heads), *rows]
-    cells = ([each.replace("|", "\\|") for each in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    cells = [[each.replace("|", "\\|") for each in line] for line in (heads, *rows)]
+    lines = [f"| {' | '.join(line)} |" for line in cells]
+    return "\n".join([lines[0], f"|{'---|' * len(heads)}", *lines[1:]])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ What a case saves on its way into another layout lies in a folder of its own.
 
 from __future__ import annotations
 
+import importlib
 import os
 import traceback
 import warnings
@@ -23,10 +24,12 @@ import torch.distributed as dist
 
 import lockstep as ls
 import pytest_lockstep
-from grammar import Case, case, plain, training
+from grammar import plain
 from grammar.layouts import widths
 from grammar.outcome import Outcome
-from grammar.refusals import possible_refusals, refusals
+
+GRAMMARS = {"trainer": "grammar.training", "exact": "grammar.own_loops"}
+"""The modules that draw a training, and that train it in plain PyTorch and in Lockstep."""
 
 DEADLINE = 60.0  # seconds that a rank waits for another one
 CASES_A_WORLD = 40
@@ -75,33 +78,46 @@ class Tally:
         return "\n".join([*lines, *self.failures])
 
 
-def compare(seeds: Iterable[int]) -> Tally:
-    """Run the cases of these seeds and compare each with the reference."""
-    return _Comparison(seeds).run()
+def compare(seeds: Iterable[int], grammar: str = "trainer") -> Tally:
+    """Run the cases of these seeds and compare each with the reference.
+
+    Args:
+        seeds: The seeds of the cases.
+        grammar: The name of the grammar that draws them.
+    """
+    return _Comparison(seeds, grammar).run()
+
+
+def module_of(grammar: str) -> Any:
+    """Return the module of a grammar."""
+    return importlib.import_module(GRAMMARS[grammar])
 
 
 # --- on the ranks ---------------------------------------------------------------------------------
 
 
-def plain_outcomes(seeds: Sequence[int], processes: int) -> dict[int, Result]:
+def plain_outcomes(grammar: str, seeds: Sequence[int], processes: int) -> dict[int, Result]:
     """Return the reference's outcomes of this process's part of the cases."""
     plain.prepare()
     warnings.simplefilter("ignore")
+    module = module_of(grammar)
     own = seeds[int(os.environ["RANK"]) :: processes]
-    return {seed: _caught(plain.outcome_of, case(seed)) for seed in own}
+    return {seed: _caught(module.reference_of, module.draw(seed)) for seed in own}
 
 
-def outcomes(jobs: Sequence[Job], backend: str, folder: Path) -> list[Result]:
+def outcomes(grammar: str, jobs: Sequence[Job], backend: str, folder: Path) -> list[Result]:
     """Return this rank's results of the jobs up to the first that failed on some rank."""
     warnings.simplefilter("ignore")
+    module = module_of(grammar)
     ls.init(backend=backend, timeout=DEADLINE)
     found: list[Result] = []
     try:
         for seed, number in jobs:
-            drawn = case(seed)
+            drawn = module.draw(seed)
             leg = drawn.legs[number]
-            found.append(_caught(training.outcome_of, drawn, leg, folder))
-            allowed = refusals(drawn, leg.layout) + possible_refusals(drawn, leg.layout)
+            found.append(_caught(module.outcome_of, drawn, leg, folder))
+            allowed = module.refusals(drawn, leg.layout)
+            allowed += module.possible_refusals(drawn, leg.layout)
             if isinstance(found[-1], str) and not _sentence(found[-1], allowed):
                 break
             dist.barrier()
@@ -138,23 +154,26 @@ def _said(error: Exception) -> str:
 class _Comparison:
     """The cases that are under way, and what is known of each."""
 
-    def __init__(self, seeds: Iterable[int]) -> None:
+    def __init__(self, seeds: Iterable[int], grammar: str) -> None:
+        self.grammar = grammar
+        module = module_of(grammar)
         self.tally = Tally()
-        self.cases: dict[int, Case] = {}
+        self.cases: dict[int, Any] = {}
         self.expected: dict[Job, list[str]] = {}
         self.allowed: dict[Job, list[str]] = {}
         self.references: dict[int, Result] = {}
         for seed in seeds:
-            self.cases[seed] = drawn = case(seed)
+            self.cases[seed] = drawn = module.draw(seed)
             for number, leg in enumerate(drawn.legs):
-                expected = refusals(drawn, leg.layout)
+                expected = module.refusals(drawn, leg.layout)
+                possible = module.possible_refusals(drawn, leg.layout)
                 self.expected[seed, number] = expected
-                self.allowed[seed, number] = expected + possible_refusals(drawn, leg.layout)
+                self.allowed[seed, number] = expected + possible
 
     def run(self) -> Tally:
         """Run every leg of every case; return the tally."""
         trained = [seed for seed in self.cases if not self.expected[seed, 0]]
-        for part in called(plain_outcomes, PROCESSES, trained, PROCESSES):
+        for part in called(plain_outcomes, PROCESSES, self.grammar, trained, PROCESSES):
             self.references |= part
         jobs = [(seed, 0) for seed in self.cases]
         with TemporaryDirectory() as folder:
@@ -179,11 +198,11 @@ class _Comparison:
         """Run legs in one world after another, each up to its first failure."""
         following: list[Job] = []
         while jobs:
-            found = launched(jobs, world, backend, folder)
+            found = launched(self.grammar, jobs, world, backend, folder)
             for job, results in zip(jobs, found, strict=False):
                 trouble = self._trouble(job, results)
                 if trouble and len(jobs) > 1:  # by itself, to see whether it is its own fault
-                    (results,) = launched([job], world, backend, folder)
+                    (results,) = launched(self.grammar, [job], world, backend, folder)
                     again = self._trouble(job, results)
                     trouble = again or f"only after other cases in the same world: {trouble}"
                 if trouble:
@@ -234,12 +253,14 @@ def called(function: Callable[..., T], world: int, *arguments: Any) -> list[T]:
     return pytest_lockstep.run(function, *arguments, **how)
 
 
-def launched(jobs: list[Job], world: int, backend: str, folder: Path) -> list[tuple[Result, ...]]:
+def launched(
+    grammar: str, jobs: list[Job], world: int, backend: str, folder: Path
+) -> list[tuple[Result, ...]]:
     """Run legs in a world; return for each the ranks' results, up to the first that failed."""
     try:
-        found = called(outcomes, world, jobs, backend, folder)
+        found = called(outcomes, world, grammar, jobs, backend, folder)
     except ls.LockstepError as error:  # a rank died: which leg it was is seen one by one
         if len(jobs) == 1:
             return [(f"{type(error).__name__}: {error}",)]
-        return [launched([job], world, backend, folder)[0] for job in jobs]
+        return [launched(grammar, [job], world, backend, folder)[0] for job in jobs]
     return list(zip(*(each[: min(map(len, found))] for each in found), strict=True))

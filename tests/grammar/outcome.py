@@ -24,8 +24,8 @@ class Outcome:
         losses = self.losses[begin : begin + len(other.losses)]
         if losses != other.losses:
             pairs = zip(losses, other.losses, strict=True)
-            step = next(number for number, (ours, theirs) in enumerate(pairs) if ours != theirs)
-            return [f"the loss of step {begin + step}"]
+            step, pair = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
+            return [f"the loss of step {begin + step} ({pair[0]} and {pair[1]})"]
         names = [field.name for field in fields(self) if field.name != "losses"]
         return [
             name

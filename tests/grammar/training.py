@@ -12,12 +12,17 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from grammar import Case, Leg
+from grammar import case as draw
 from grammar.blocks import Named
 from grammar.datasets import dataset_of, order_of, tensors
 from grammar.loops import loop_of
 from grammar.outcome import Outcome
 from grammar.plain import EVALUATED, change_model, hook_late, tensor_batches
+from grammar.plain import outcome_of as reference_of
+from grammar.refusals import possible_refusals, refusals
 from lockstep.comm.hosts.identity import IDENTITY
+
+__all__ = ["draw", "make_trainer", "outcome_of", "possible_refusals", "reference_of", "refusals"]
 
 
 def outcome_of(case: Case, leg: Leg, folder: Path) -> Outcome:

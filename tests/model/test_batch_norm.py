@@ -55,3 +55,18 @@ def test_a_step_says_which_batch_fails(ranks, stages):
     words = "step 2, micro-batch 0 holds one sample, and batch norm cannot train on one"
     with pytest.raises(RankError, match=words):
         ranks(run, 2)
+
+
+class OneRow(nn.Module):
+    """A module with one row of outputs, however many samples it gets."""
+
+    def forward(self, x):
+        return x.mean(0, keepdim=True)
+
+
+@pytest.mark.ranks(1)
+def test_a_model_that_reduces_its_samples_is_not_told_to_drop_batches():
+    model = nn.Sequential(OneRow(), nn.BatchNorm1d(4))
+    trainer = ls.Trainer(model, lambda outputs, _: outputs.sum(), SGD, microbatches=2)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        trainer.step((torch.ones(4, 4), torch.ones(4)))

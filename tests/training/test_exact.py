@@ -412,6 +412,21 @@ def test_a_state_of_other_settings_is_refused():
         ls.exact(network()).load_state_dict(state)
 
 
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("loads_first", [True, False])
+def test_a_state_is_loaded_before_or_after_the_loop_is_made(loads_first):
+    """The calls of the model are watched otherwise afterwards, which is no setting of it."""
+    first, model = network(), network()
+    exact = ls.exact(first, torch.optim.SGD(first.parameters(), lr=0.1), 4)
+    exact.sampler(rows(16), 8)
+    state = exact.state_dict()
+    other = ls.exact(model, torch.optim.SGD(model.parameters(), lr=0.1), 4)
+    if not loads_first:
+        other.sampler(rows(16), 8)
+    other.load_state_dict(state)
+    assert other.digest() == exact.digest()
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 
@@ -833,25 +848,6 @@ def disagree(kind):
 def test_ranks_that_differ_are_told_apart(ranks, kind, said):
     with pytest.raises(RankError, match=said):
         ranks(disagree, 2, kind)
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("begin", range(0, 300, 50))
-def test_random_models_have_the_bits_of_one_rank(ranks, begin):
-    from grammar import case
-    from grammar.exact import fits, outcomes
-
-    seeds = [seed for seed in range(begin, begin + 50) if fits(case(seed))]
-    (alone,) = ranks(outcomes, 1, seeds)
-    trained = [outcome for outcome in alone if "steps" in outcome]
-    assert len(trained) > 0.7 * len(seeds), alone
-    for n in (2, 3):
-        for found in ranks(outcomes, n, seeds):
-            differing = [
-                s for s, one, other in zip(seeds, alone, found, strict=True) if one != other
-            ]
-            assert not differing, differing
 
 
 @pytest.mark.usefixtures("world_of_one")

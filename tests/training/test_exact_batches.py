@@ -172,3 +172,35 @@ def test_an_audited_step_refers_to_nothing_that_only_the_garbage_collector_frees
     finally:
         gc.enable()
     assert alive == [1, 1, 1, 1]  # that of the last step, until the next one begins
+
+
+@pytest.mark.ranks(1)
+def test_the_loss_of_a_batch_is_computed_in_float64_from_those_of_its_micro_batches():
+    """Whatever the script says of their weights: a loss times its weight is never rounded."""
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exact = ls.exact(model, optimizer, 2)
+    for factor in ("share", "weight"):
+        for batch in exact.batches(rows(8), 4, shuffle=False):
+            losses = []
+            for number, (inputs, _) in enumerate(batch):
+                loss = model(inputs).square().mean()
+                losses.append(loss.item())
+                batch.backward(loss, **{factor: 0.3 + number})
+            optimizer.step()
+            optimizer.zero_grad()
+            whole = 0.3 * losses[0] + 1.3 * losses[1]
+            assert batch.loss == (whole / 1.6 if factor == "weight" else whole)
+        assert exact.last_result.losses == losses
+
+
+@pytest.mark.ranks(1)
+def test_a_micro_batch_without_weight_may_have_several_losses():
+    model = nn.Linear(6, 1)
+    exact = ls.exact(model, microbatches=2)
+    (batch,) = exact.batches(rows(4), 4)
+    for number, (inputs, _) in enumerate(batch):
+        for loss in (model(inputs).sum(), model(inputs).square().sum()):
+            batch.backward(loss, weight=float(number), final=False)
+        losses = [model(inputs).sum().item(), model(inputs).square().sum().item()]
+    assert batch.loss == sum(losses)

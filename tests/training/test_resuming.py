@@ -628,3 +628,50 @@ def test_everything_is_killed_at_random_moments(ranks, tmp_path, seed):
         where = f"{script.__name__}, {number}: {kills} in {layouts}"
         assert all(each == expected for each in found), where
         assert read_losses(folder) == losses, where
+
+
+# --- loops with `ls.exact` -----------------------------------------------------------------------
+
+
+def with_two_loops(folder, stop, is_resumed):
+    """A GAN of two handles, the last step of one of which is counted at its next call."""
+    torch.manual_seed(7)
+    model, other = nn.Linear(6, 3), nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3))
+    first = torch.optim.SGD(model.parameters(), 0.1)
+    second = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9)
+    of_other = ls.exact(other, second, 2)
+    checkpoint = ls.CheckpointConfig(every_steps=1, stateful={"other": of_other})
+    exact = ls.exact(model, first, 2, loggers=folder, checkpoint=checkpoint)
+    if is_resumed:
+        exact.resume()
+    for batch in exact.batches(Pairs(), BATCH, epoch=0):
+        if exact.steps == stop:
+            exact._run._checkpoints.writer.wait()
+            return None
+        for inputs, targets in batch:
+            batch.backward(nn.functional.cross_entropy(model(inputs), targets))
+        first.step()
+        first.zero_grad()
+        same = of_other.use(batch)
+        for inputs, _ in same:
+            same.backward(other(torch.randn(len(inputs), 3)).square().mean())
+        second.step()
+        second.zero_grad()
+    exact.finish()
+    return exact.digest(), of_other.digest(), of_other.steps
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_handle_that_another_one_saves_continues_after_its_last_step(tmp_path):
+    whole = with_two_loops(tmp_path / "whole", 9, False)
+    with_two_loops(tmp_path / "resumed", 1, False)
+    assert with_two_loops(tmp_path / "resumed", 9, True) == whole
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_registered_handle_needs_its_optimizers():
+    other = ls.exact(nn.Linear(6, 3), microbatches=2)
+    model = nn.Linear(6, 3)
+    checkpoint = ls.CheckpointConfig(stateful={"other": other})
+    with pytest.raises(ls.LockstepError, match=r"stateful\['other'\] .* without optimizers"):
+        ls.exact(model, SGD(model.parameters()), 2, checkpoint=checkpoint)

@@ -3,6 +3,7 @@
 import json
 import time
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +82,16 @@ def test_the_time_between_steps_is_without_loading_and_waiting(clock, monkeypatc
     assert outside(make_step(99.0)) == 0.0  # the attempt before was undone
 
 
+def test_waiting_within_a_step_is_not_computing(clock, monkeypatch):
+    """Such as for parameters that are gathered, or for the neighbors of a stage."""
+    hook = StepUsage()
+    step = make_step(5.0)
+    hook.begin(step, None)
+    monkeypatch.setattr(Waited, "seconds", Waited.seconds + 0.25)
+    (row,) = hook.status(step).rows
+    assert (row.compute, row.idle) == (0.75, 0.25)
+
+
 def test_the_time_in_which_ranks_come_and_go_is_not_between_steps(clock):
     hook = StepUsage()
     hook.measure(make_step(5.0), usage(0))
@@ -133,3 +144,87 @@ def test_the_time_between_steps_is_that_of_the_rank_that_spends_it(ranks, where)
     quick, slow = zip(*first[1:], strict=True)
     assert min(slow) >= 0.049
     assert sum(quick) < sum(slow)
+
+
+class Lines:
+    """A logger that keeps [compute, communication, waiting, data, outside] of each rank's steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[list[float]]] = []
+
+    def write(self, kind, **fields) -> None:
+        if kind == "step":
+            rows = zip(fields["ranks"], fields["outside"], strict=True)
+            self.steps.append([[*row, outside] for row, outside in rows])
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class SlowOptimizer(torch.optim.SGD):
+    """An optimizer that is slow on every rank."""
+
+    def step(self, closure=None):
+        time.sleep(0.02)
+        return super().step(closure)
+
+
+def train_loop_with_slow_rank(where: str, kind: str) -> list[list[list[float]]]:
+    """Return the times of each step of a loop with `ls.exact`; rank 1 sleeps somewhere."""
+
+    def sleep(here: str) -> None:
+        if here == where and ls.rank() == 1:
+            time.sleep(0.1)
+
+    lines = Lines()
+    data = SlowData() if where == "data" else TensorDataset(torch.ones(4, 4), torch.ones(4).long())
+    model, loss = nn.Linear(4, 2), nn.CrossEntropyLoss()
+    optimizer = SlowOptimizer(model.parameters(), lr=0.1)
+    exact = ls.exact(model, optimizer, microbatches=4, loggers=[lines], progress=False)
+
+    def update() -> None:
+        sleep("before the update")
+        optimizer.step()
+        optimizer.zero_grad()
+        sleep("after the update")
+
+    if kind == "flat":
+        sampler = exact.sampler(data, batch_size=4)
+        loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
+    for epoch in range(3):
+        sleep("between epochs")
+        if kind == "flat":
+            sampler.set_epoch(epoch)
+            for inputs, targets in exact.microbatches(loader):
+                exact.weigh(loss(model(inputs), targets)).backward()
+                if exact.is_complete:
+                    update()
+        else:
+            for batch in exact.batches(data, batch_size=4, epoch=epoch):
+                for inputs, targets in batch:
+                    batch.backward(loss(model(inputs), targets))
+                update()
+    exact.finish()
+    return lines.steps if ls.rank() == 0 else []
+
+
+def train_loops_with_slow_rank() -> dict[tuple[str, str], list[list[list[float]]]]:
+    places = ("before the update", "after the update", "between epochs", "data")
+    cases = product(("nested", "flat"), places)
+    return {(kind, where): train_loop_with_slow_rank(where, kind) for kind, where in cases}
+
+
+def test_the_time_in_a_loop_of_ls_exact_is_that_of_the_rank_that_spends_it(ranks):
+    # A step with `ls.exact` is committed when the loop asks for the next batch.
+    found, _ = ranks(train_loops_with_slow_rank, 2)
+    for (_, where), steps in found.items():
+        assert len(steps) == 3
+        for quick, slow in steps[1:]:
+            assert min(quick[0], slow[0]) >= 0.019  # the optimizer's time
+            assert quick[2] > quick[1]  # it waits, and does not communicate
+            if where == "data":
+                assert slow[3] >= 0.039
+                assert slow[3] > quick[3]
+            else:
+                assert slow[4] >= 0.099
+                assert slow[4] > max(quick[3], quick[4])

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import lockstep as ls
 from lockstep.data.datasets import digits
+from lockstep.model.deferred_init import build
 from lockstep.training.history import EpochResult, StepResult
 
 
@@ -44,9 +45,9 @@ def train(folder: Path) -> float:
         nn.ReLU,
         partial(nn.Linear, 16, 10),
     ]
-    ls.load_weights(ls.build(blocks, seed=1), "weights")
+    ls.load_weights(build(blocks, seed=1), "weights")
     trainer = ls.Trainer(
-        ls.build(blocks, seed=1),
+        build(blocks, seed=1),
         nn.CrossEntropyLoss(),
         [
             ls.OptimizerConfig(
@@ -120,6 +121,47 @@ def train_manually(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -
     with trainer.manual_step() as step:
         whole: torch.Tensor = step.backward_whole_batch(model, torch.mean, batch[0])
     print(whole)
+
+
+def train_in_nested_loops(
+    model: nn.Module, loader: DataLoader[tuple[torch.Tensor, torch.Tensor]], path: Path
+) -> float:
+    """Train in a loop over batches, with one over their micro-batches in it."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    others = torch.optim.SGD(model.parameters())
+    exact = ls.exact(
+        model,
+        [optimizer, others],
+        8,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        checkpoint=ls.CheckpointConfig(folder=path),
+        stateful={"average": torch.optim.swa_utils.AveragedModel(model)},
+        loggers=[path],
+        progress=False,
+        audit=ls.AuditConfig(every_steps=10),
+    )
+    scaler = torch.amp.GradScaler("cpu")
+    batches = exact.batches(loader, epoch=1)
+    for batch in batches:
+        for inputs, targets in batch:
+            outputs = model(inputs)
+            loss: torch.Tensor = nn.functional.cross_entropy(outputs, targets)
+            batch.backward(loss, weight=len(inputs), scaler=scaler, final=True)
+            batch.log("accuracy", ls.accuracy(outputs, targets), weight=2.0)
+        norm: float = exact.clip_grad_norm_(1.0) + batch.norm
+        mean: float = batch.loss + batch.metrics["accuracy"]
+        samples: int = batch.size + batch.epoch + batch.number
+        indices: torch.Tensor | None = batch.indices
+        print(norm, mean, samples, indices)
+        same = exact.use(batch)
+        for inputs, _ in same:
+            same.backward(model(inputs).sum(), share=1.0, final=False, retain_graph=True)
+    steps: int = len(batches)
+    batches.load_state_dict(batches.state_dict())
+    exact.load_state_dict(exact.state_dict())
+    evaluation = exact.evaluate(loader, loss=nn.CrossEntropyLoss(), metrics={"a": ls.accuracy})
+    exact.finish()
+    return evaluation.loss + evaluation.metrics["a"] + exact.last_result.loss + steps
 
 
 def train_with_an_existing_loop(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ __all__ = [
 SAMPLED = 64
 """The number of elements of each gradient that are compared to find changes of all of them."""
 
-Gradients = list[torch.Tensor | None]
+GradientList = list[torch.Tensor | None]
 """This rank's shard of the gradient of every parameter; None for a parameter without one."""
 
 
@@ -224,7 +224,7 @@ class ShardedGradients:
                 self._units.append(unit)
                 unit.install()
         self._require_one_dtype()
-        self._sums = TreeAccumulator[Gradients](1, _add_lists)
+        self._sums = TreeAccumulator[GradientList](1, _add_lists)
         self._roots: list[tuple[Any, int]] = []  # the outputs from which backward began
         root: Any = module
         if not any(parameter.is_meta for _, parameter in parameters):
@@ -381,7 +381,7 @@ class ShardedGradients:
     @torch.no_grad()
     def accumulate(self, microbatch: int) -> None:
         """Move the shards in `.grad`, of the micro-batches of a turn, to a leaf of the tree."""
-        gradients: Gradients = [parameter.grad for _, parameter in self._parameters]
+        gradients: GradientList = [parameter.grad for _, parameter in self._parameters]
         for unit in self._units:
             for number in unit.end_microbatch():
                 gradients[number] = None
@@ -487,7 +487,7 @@ class ShardedGradients:
         return planner.make_sums(buckets, StepTree(self._leaves, [nodes[copy] for copy in copies]))
 
 
-def _add_lists(left: Gradients, right: Gradients) -> Gradients:
+def _add_lists(left: GradientList, right: GradientList) -> GradientList:
     """Add the shards of two nodes, into the memory of the left one."""
     return [
         two if one is None else one if two is None else _add(one, two)

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.kernel.seeds import PlainSeeder, Seeder, torch_generators
+from lockstep.kernel.seeds import PlainSeeder, Seeder, find_seed, torch_generators
 
 __all__ = [
     "BEFORE",
@@ -64,6 +64,8 @@ class ScopeCalls:
     prefix: bytes  # the parts of every key that come before the scope
     last: int  # the number of the last call of the first scope, so of the model
     states: dict[int, list[bytes]]  # for each scope, the generator's state at each call
+    # Seeds a call of a scope, given both, in several micro-batches that are computed together.
+    several: Callable[[int, int], None] | None = None
 
 
 WatchedModule = tuple[nn.Module, Callable[[], None] | None, Callable[[], None] | None]
@@ -126,7 +128,7 @@ def make_seed_hook(scopes: RngScopes, scope: int, before: int | None) -> Callabl
             call += scopes._call_number(states)
         else:  # the first call needs no state: a repetition that matches none repeats it
             states.append(b"")
-        scopes._seed_call(now.prefix, scope, call)
+        scopes._seed(now, scope, call)
         if scope == 0:
             now.last = call
 
@@ -238,6 +240,28 @@ class RngScopes:
         for generator in self._accelerators:
             generator.manual_seed(seed)
 
+    def begin_microbatches(
+        self, step: int, microbatches: Sequence[int], seed: Callable[[list[int]], object]
+    ) -> None:
+        """Start several micro-batches that are computed together.
+
+        The generators of Python and numpy are those of the first one.
+
+        Args:
+            step: The number of the step.
+            microbatches: The numbers of the micro-batches.
+            seed: A function that seeds a generator for each of them.
+        """
+        self.begin_microbatch(step, microbatches[0])
+        prefixes = [self._pack_prefix(step, number) for number in microbatches]
+
+        def seed_several(scope: int, call: int) -> None:
+            seed([find_seed(prefix, scope, call) for prefix in prefixes])
+
+        seed_several(BEFORE, 0)
+        assert self._now is not None
+        self._now.several = seed_several
+
     def begin_loss(self, last_call: int | None = None) -> None:
         """Seed the generators for the loss, after the given call of the first scope.
 
@@ -246,7 +270,7 @@ class RngScopes:
         """
         if (now := self._now) is not None:
             call = now.last if last_call is None else last_call
-            self._seed_call(now.prefix, len(self.modules), call)
+            self._seed(now, len(self.modules), call)
 
     def pause(self) -> ScopeCalls | None:
         """Return the calls of the current micro-batch so far, so that another one can start."""
@@ -257,6 +281,13 @@ class RngScopes:
     def resume(self, calls: ScopeCalls | None) -> None:
         """Continue a micro-batch that was paused."""
         self._now = calls
+
+    def _seed(self, now: ScopeCalls, scope: int, call: int) -> None:
+        """Seed a call of a scope, or of what follows them."""
+        if now.several is None:
+            self._seed_call(now.prefix, scope, call)
+        else:
+            now.several(scope, call)
 
     def _seed_all(self, prefix: bytes, scope: int, call: int, /) -> int:
         """Seed the generators of the CPU and of the accelerator, and return the seed."""

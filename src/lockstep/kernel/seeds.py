@@ -28,6 +28,7 @@ __all__ = [
     "PlainSeeder",
     "Seeder",
     "default_generator",
+    "find_seed",
     "isolated",
     "key",
     "pack_key",
@@ -50,6 +51,18 @@ def key(*parts: int) -> int:
 def pack_key(*parts: int) -> bytes:
     """Return the first parts of a key, for a `Seeder`."""
     return struct.pack(f"<{len(parts)}q", *parts)
+
+
+def find_seed(prefix: bytes, scope: int, call: int) -> int:
+    """Return the seed of a call of a scope.
+
+    Args:
+        prefix: The first parts of the key, as `pack_key` returns them.
+        scope: The next part.
+        call: The last part; 0 for none.
+    """
+    last = pack_key(scope, call) if call else pack_key(scope)
+    return int.from_bytes(hashlib.blake2b(prefix + last, digest_size=8).digest(), "little")
 
 
 class Seeder(Protocol):
@@ -79,9 +92,7 @@ class PlainSeeder:
 
     def seed(self, prefix: bytes, scope: int, call: int, /) -> int:
         """Seed torch's default generator with the key of a call; return the seed."""
-        last = pack_key(scope, call) if call else pack_key(scope)
-        digest = hashlib.blake2b(prefix + last, digest_size=8).digest()
-        seed = int.from_bytes(digest, "little")
+        seed = find_seed(prefix, scope, call)
         torch.default_generator.manual_seed(seed)
         return seed
 

@@ -236,21 +236,26 @@ class StepTimes:
 
     Attributes:
         begun: When the executor began.
-        idle: Seconds that a stage waited for its neighbours.
+        loading: Seconds for data that were loaded between the micro-batches.
         computed: When the last micro-batch was computed.
         arrived: When the exchange of the statuses began.
         exchanged: When the statuses were exchanged.
         reduced: When gradients and buffers were reduced.
         updated: When the optimizer was done, without the wait for the ranks of an elastic run.
+        left: When the script got the gradients, without the time of its optimizers since then; 0
+            if the step itself updates the weights.
+        waited: The seconds for which this process had waited for others until then.
     """
 
     begun: float = 0.0
-    idle: float = 0.0
+    loading: float = 0.0
     computed: float = 0.0
     arrived: float = 0.0
     exchanged: float = 0.0
     reduced: float = 0.0
     updated: float = 0.0
+    left: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass

@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
-from lockstep.model.call_site import FSDP, LOCKSTEP, TORCH, describe_line, is_user_code
+from lockstep.model.call_site import FSDP, LOCKSTEP, TORCH, describe_line, is_code_of_user
 
 __all__ = ["CollectiveCallGuard", "wrap_collective_calls"]
 
@@ -125,7 +125,7 @@ def _wrap_data_loaders() -> None:
 def _find_user_line(frame: FrameType | None) -> str:
     """Return the line of the script that made a call; "" if it is a call of Lockstep."""
     while frame is not None and not frame.f_code.co_filename.startswith(LOCKSTEP):
-        if is_user_code(frame.f_code):
+        if is_code_of_user(frame.f_code):
             return describe_line(frame)
         frame = frame.f_back
     return ""
@@ -155,7 +155,7 @@ def _check(guard: CollectiveCallGuard, name: str, frame: FrameType | None) -> No
             return  # the exchange of shards
         if code.co_filename.startswith(f"{TORCH}/distributed"):
             name = code.co_name
-        elif is_user_code(code) and (place := guard.place()):
+        elif is_code_of_user(code) and (place := guard.place()):
             raise UsageError(
                 f"{place}: {name} was called at {describe_line(frame_of_call)}, inside of a step; "
                 "each rank computes other micro-batches, so the result of a collective call "

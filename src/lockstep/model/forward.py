@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.foreign_messages import BATCH_NORM_OF_ONE
 from lockstep.kernel.errors import LockstepError, LossError, UsageError
@@ -197,19 +198,25 @@ def call_model(model: nn.Module, data: Any, where: str) -> Any:
     except Exception as error:
         if is_limit_error(error):
             raise UsageError(f"{where}: {TOO_MANY_SHAPES}") from error
+        given = [value for value in tree_leaves(data) if isinstance(value, torch.Tensor)]
+        if any(value.shape[:1] != (1,) for value in given):
+            raise
         if (explained := explain_batch_norm(error, where)) is None:
             raise
         raise explained from error
 
 
 def explain_batch_norm(error: BaseException, where: str) -> UsageError | None:
-    """Return a better error for torch's error about one value per channel; None for others."""
+    """Return a better error for torch's error about one value per channel; None for others.
+
+    Ask only for a micro-batch of one sample: a model may also reduce several samples to one value.
+    """
     if not isinstance(error, ValueError) or BATCH_NORM_OF_ONE not in str(error):
         return None
     return UsageError(
-        f"{where} holds one sample, and batch norm cannot train on one: pass drop_last=True to "
-        "batches(...), or choose the batch size and the number of micro-batches so that each "
-        "holds at least two, also in the short last batch of an epoch"
+        f"{where} holds one sample, and batch norm cannot train on one: choose the batch size and "
+        "the number of micro-batches so that each holds at least two; if only the last batch of an "
+        "epoch is short, pass drop_last=True"
     )
 
 

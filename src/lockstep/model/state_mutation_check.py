@@ -43,7 +43,7 @@ FIRST = 3
 GRAPHS_EVERY = 20
 """The steps whose graphs are read: the first FIRST steps, and each multiple of GRAPHS_EVERY."""
 
-Weights = dict[str, str | None]
+WeightHashes = dict[str, str | None]
 """For each position in a replica, the hash of the parameters before the step.
 
 It is "" if they are not compared, and None if ranks differ.
@@ -97,7 +97,7 @@ class StateMutationCheck(StepHook, StepObserver):
                 raise StateError(f"{step.where}: {self._failure}") from error
             raise
 
-    def status(self, step: StepContext) -> Weights:
+    def status(self, step: StepContext) -> WeightHashes:
         """Compare the state after the last micro-batch with the recorded one."""
         position = str(step.parallel.position)
         is_stopped = step.failure is not None and step.is_stopped
@@ -112,7 +112,7 @@ class StateMutationCheck(StepHook, StepObserver):
             return {position: ""}
         return {position: self.held.hash}
 
-    def merge(self, left: Weights, right: Weights) -> Weights:
+    def merge(self, left: WeightHashes, right: WeightHashes) -> WeightHashes:
         """Return the value of two ranges of ranks: a hash is None if it differs."""
         return merge_by_name(left, right, lambda one, two: one if one == two else None)
 

@@ -62,7 +62,7 @@ ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.d
 
 MISSING = object()
 
-Key = int | tuple[int, str]
+ObjectKey = int | tuple[int, str]
 """The id of an object; for a global name, the id of the globals and the name."""
 
 Assigned = tuple[dict[Any, Any], Any, Any]
@@ -94,14 +94,16 @@ class PythonState:
             that refer to it: one of this stage, and one of another stage.
     """
 
-    def __init__(self, holders: Mapping[Key, Holder], users: Mapping[Key, tuple[str, str]]) -> None:
+    def __init__(
+        self, holders: Mapping[ObjectKey, Holder], users: Mapping[ObjectKey, tuple[str, str]]
+    ) -> None:
         self._holders = dict(holders)
         self._users = dict(users)
-        self._changes: Counter[Key] = Counter()
+        self._changes: Counter[ObjectKey] = Counter()
         self._assigned: dict[tuple[int, Any], tuple[dict[Any, Any], Any]] = {}
         self._shared = {key: self._holders[key].value for key in self._users}
         self._identities: list[Any] = []
-        self._contents: dict[Key, dict[Any, Any]] = {}
+        self._contents: dict[ObjectKey, dict[Any, Any]] = {}
         self.hold()
 
     def hold(self) -> None:
@@ -135,7 +137,7 @@ class PythonState:
             )
         ]
 
-    def snapshot(self) -> dict[Key, dict[Any, Any]]:
+    def snapshot(self) -> dict[ObjectKey, dict[Any, Any]]:
         """Return the current content of the objects."""
         return {key: _get_content(holder.value) for key, holder in self._holders.items()}
 
@@ -151,17 +153,17 @@ class PythonState:
                     return holder.path, name
         return None
 
-    def find_change(self, before: Mapping[Key, Mapping[Any, Any]]) -> str | None:
+    def find_change(self, before: Mapping[ObjectKey, Mapping[Any, Any]]) -> str | None:
         """Return the first entry that has changed since a snapshot; None if there is none."""
         return next(self.list_changes(before), None)
 
-    def list_changes(self, before: Mapping[Key, Mapping[Any, Any]]) -> Iterator[str]:
+    def list_changes(self, before: Mapping[ObjectKey, Mapping[Any, Any]]) -> Iterator[str]:
         """Yield the names of all entries that have changed since a snapshot."""
         for key, after in self.snapshot().items():
             for name in _find_changes(before[key], after):
                 yield _describe_entry(self._holders[key], name)
 
-    def find_assigned(self, before: Mapping[Key, Mapping[Any, Any]]) -> list[Assigned]:
+    def find_assigned(self, before: Mapping[ObjectKey, Mapping[Any, Any]]) -> list[Assigned]:
         """Return the values that names had in a snapshot, of those that were assigned since."""
         values = {key: holder.value for key, holder in self._holders.items()}
         return [
@@ -171,7 +173,7 @@ class PythonState:
             for name in _find_changes(before[key], after)
         ]
 
-    def record_changes(self, before: Mapping[Key, Mapping[Any, Any]], where: str) -> None:
+    def record_changes(self, before: Mapping[ObjectKey, Mapping[Any, Any]], where: str) -> None:
         """Record which objects a forward changed.
 
         Args:
@@ -185,7 +187,9 @@ class PythonState:
         self._record(before, self.snapshot(), where)
         self.hold()
 
-    def _record(self, before: Mapping[Key, Any], contents: Mapping[Key, Any], where: str) -> None:
+    def _record(
+        self, before: Mapping[ObjectKey, Any], contents: Mapping[ObjectKey, Any], where: str
+    ) -> None:
         for key, after in contents.items():
             changed = _find_changes(before[key], after)
             if not changed:
@@ -267,8 +271,8 @@ def find_python_states(
         loss: The loss function, called in the last stage.
         model: The model, whose forward may refer to what the blocks change.
     """
-    holders: list[dict[Key, Holder]] = []
-    users: list[dict[Key, str]] = []
+    holders: list[dict[ObjectKey, Holder]] = []
+    users: list[dict[ObjectKey, str]] = []
     for blocks in stages:
         roots = {
             f"block {name} ({type(block).__name__})": (name, block)
@@ -298,7 +302,7 @@ def find_python_states(
     ]
 
 
-def _find_other_user(users: Sequence[Mapping[Key, str]], number: int, key: Key) -> str:
+def _find_other_user(users: Sequence[Mapping[ObjectKey, str]], number: int, key: ObjectKey) -> str:
     other = next(n for n, keys in enumerate(users) if n != number and key in keys)
     user = users[other][key]
     return user if user.startswith("the forward") else f"{user} in another stage"
@@ -307,16 +311,16 @@ def _find_other_user(users: Sequence[Mapping[Key, str]], number: int, key: Key) 
 # --- what an object refers to ----------------------------------------------------------------
 
 
-def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[Key, Holder]:
+def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[ObjectKey, Holder]:
     """Return the objects with mutable content that `root` refers to, including itself."""
     return _find_reachable_from([(root, path)], skip)
 
 
 def _find_reachable_from(
     roots: Iterable[tuple[Any, str]], skip: Iterable[Any], most: int = MOST
-) -> dict[Key, Holder]:
-    holders: dict[Key, Holder] = {}
-    seen: set[Key] = {id(skipped) for skipped in skip}
+) -> dict[ObjectKey, Holder]:
+    holders: dict[ObjectKey, Holder] = {}
+    seen: set[ObjectKey] = {id(skipped) for skipped in skip}
     most = most + len(seen)
     kept: list[Any] = []  # keeps the objects alive, so that no id is reused
     pending = deque(roots)

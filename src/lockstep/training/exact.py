@@ -43,6 +43,7 @@ __all__ = ["Exact"]
 Item = TypeVar("Item")
 
 
+# It has many methods: each is one that users call, or stands for one of the trainer.
 class Exact(Services):
     """The handle of a training loop with equal bits; `ls.exact` returns it.
 
@@ -80,6 +81,7 @@ class Exact(Services):
         *,
         seed: int | None = None,
         epoch: int | None = None,
+        together: bool = False,
         **options: Any,
     ) -> ExactBatches:
         """Return the batches of one epoch; iterating over each of them computes one step.
@@ -94,6 +96,9 @@ class Exact(Services):
             seed: The seed of order and augmentation. None: that of the handle.
             epoch: The number of the epoch, from 0, which with `seed` decides order and
                 augmentation. None: each iteration is the epoch after the latest one.
+            together: Whether the loop over a batch gets the samples of several micro-batches at
+                once where this changes no bit, and passes one loss per sample to
+                `batch.backward(losses)`. See the guide on exact loops.
             **options: `shuffle` (default True), `sampler`, `batch_sampler`, `drop_last`,
                 `num_workers`, `collate_fn` and `pin_memory`, with their meanings in
                 `torch.utils.data.DataLoader`. See the guide on data.
@@ -106,7 +111,7 @@ class Exact(Services):
         self._script_steps.settle()
         given = resolve_data(dataset, batch_size, options)
         batches = self.engine.make_batches(given, seed, epoch, self.finish)
-        return ExactBatches(batches, self._script_steps)
+        return ExactBatches(batches, self._script_steps, together)
 
     @overload
     def use(self, source: ExactBatch) -> ExactBatch: ...
@@ -124,7 +129,7 @@ class Exact(Services):
             The batch of this handle, iterating over which computes a step; None for a sampler.
         """
         if isinstance(source, ExactBatch):
-            return ExactBatch(source.data, self._script_steps)
+            return ExactBatch(source.data, self._script_steps, source.is_together)
         self._open_flat().follow(source)
         return None
 

@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from lockstep.data.loader import Batches
+from lockstep.data.loader import EpochBatches
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.model.loss_root import warn_of_division
 from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
+from lockstep.training.script_passes import SampleLoop
 from lockstep.training.script_steps import ScriptSteps
 
 __all__ = ["ExactBatch", "ExactBatches"]
@@ -38,22 +39,25 @@ class ExactBatch:
         number: The number of the batch in its epoch, from 0.
         indices: The indices of its samples in the dataset, int64, for a map-style dataset; None
             for others.
+        is_together: Whether several micro-batches may be yielded at once.
     """
 
-    def __init__(self, batch: Batch, steps: ScriptSteps) -> None:
+    def __init__(self, batch: Batch, steps: ScriptSteps, is_together: bool = False) -> None:
         self.data = batch
+        self.is_together = is_together
         self.size = batch.size
         self.epoch = batch.epoch
         self.number = batch.identity.position
         self.indices = batch.indices
         self._steps = steps
         self._loop: MicrobatchLoop | None = None
+        self._samples: SampleLoop | None = None  # of several micro-batches at once
         self._summary: StatusSummary | None = None  # after the iteration
         self._norm = 0.0
         self._final = -1  # the micro-batch whose only backward has run
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the data of this rank's micro-batches, one after another."""
+        """Yield the data of this rank's micro-batches, one after another or several at once."""
         steps = self._steps
         self._summary = None
         is_finished = False
@@ -62,7 +66,12 @@ class ExactBatch:
             self._loop = steps.begin(is_repeatable=True)
             self._final = -1
             try:
-                yield from watch_loop(self._loop.step, self._loop.microbatches(self.data))
+                if self.is_together:
+                    self._samples = SampleLoop(self._loop)
+                    items = self._samples.iterate(self.data)
+                else:
+                    items = self._loop.microbatches(self.data)
+                yield from watch_loop(self._loop.step, items)
             except GeneratorExit:
                 steps.leave()
                 raise
@@ -72,6 +81,7 @@ class ExactBatch:
                 is_finished = steps.finish()
             finally:
                 self._loop = None
+                self._samples = None
         assert steps.opened is not None
         assert steps.opened.prepared is not None
         _, self._summary, self._norm = steps.opened.prepared
@@ -89,7 +99,9 @@ class ExactBatch:
         """Run backward from the loss of the current micro-batch, multiplied by its share.
 
         Args:
-            loss: A scalar, the mean over the samples of the micro-batch.
+            loss: A scalar, the mean over the samples of the micro-batch. With `together=True`, one
+                loss per sample, of which the mean over each micro-batch is taken, and no other
+                argument.
             share: The factor of the loss in that of the batch, the same for any number of ranks.
                 None: the micro-batch's share of the samples.
             weight: What the mean divides by instead of the samples, such as the number of tokens;
@@ -107,6 +119,15 @@ class ExactBatch:
         loop = self._loop
         if loop is None or loop.current is None:
             self._refuse("batch.backward(loss)")
+        if self._samples is not None:
+            given = (share, weight, scaler, None if final else final, retain_graph or None)
+            if any(value is not None for value in given):
+                raise UsageError(
+                    f"{loop.place}: with together=True, batch.backward(losses) takes one loss per "
+                    "sample, and no other argument"
+                )
+            self._samples.backward(loss)
+            return
         index = loop.current.microbatch.index
         if index == self._final:
             raise UsageError(
@@ -120,7 +141,8 @@ class ExactBatch:
             self._steps.weights.given[index] = share = float(weight)
         if weight == 0:  # such as a mean over no tokens, which is not a number
             loop.is_skipped = True
-            self._final = index
+            if final:
+                self._final = index
             return
         scaled = None
         if scaler is not None:
@@ -138,12 +160,18 @@ class ExactBatch:
 
         Args:
             name: The name, such as "accuracy".
-            value: A number, or a tensor with one element: a mean over the samples.
+            value: A number, or a tensor with one element: a mean over the samples. With
+                `together=True`, a tensor with one value per sample.
             weight: What the mean divides by instead of the samples, such as a number of tokens.
         """
         loop = self._loop
         if loop is None or loop.current is None:
             self._refuse("batch.log(name, value)")
+        if self._samples is not None:
+            if weight is not None:
+                raise UsageError(f"{loop.place}: with together=True, batch.log takes no weight")
+            self._samples.log(name, value)
+            return
         given = value.detach() if isinstance(value, torch.Tensor) else value
         loop.current.metrics[name] = given if weight is None else (given, weight)
 
@@ -186,11 +214,15 @@ class ExactBatches:
     Args:
         batches: The global batches, of which each rank loads its own micro-batches.
         steps: The steps of the handle.
+        is_together: Whether several micro-batches may be yielded at once.
     """
 
-    def __init__(self, batches: Batches, steps: ScriptSteps) -> None:
+    def __init__(
+        self, batches: EpochBatches, steps: ScriptSteps, is_together: bool = False
+    ) -> None:
         self._batches = batches
         self._steps = steps
+        self._is_together = is_together
 
     def __len__(self) -> int:
         """Return the number of batches, and so of steps, on any number of ranks."""
@@ -200,7 +232,7 @@ class ExactBatches:
         """Iterate over the remaining batches of the epoch."""
         for batch in self._batches:
             try:
-                yield ExactBatch(batch, self._steps)
+                yield ExactBatch(batch, self._steps, self._is_together)
             finally:
                 # Also after `break`: the step of the last batch has been taken.
                 self._steps.settle()

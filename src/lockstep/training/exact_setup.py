@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful, read_checkpoint
+from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful, read_checkpoint_argument
 from lockstep.comm.sparse_gradients import sparse_weights
+from lockstep.compiled_wrapper import unwrap
 from lockstep.data.assignment import Hosts, on_one_host
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.sharded_gradients import (
@@ -59,12 +60,13 @@ from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.model_setup import ModelSetup
 from lockstep.training.optimization import Optimization
-from lockstep.training.optimizer_config import OptimizerConfig
-from lockstep.training.parallel_setup import find_hosts
+from lockstep.training.optimizer_config import OptimizerConfig, reject_broken_fused
+from lockstep.training.parallel_setup import find_replica_hosts
 from lockstep.training.run_record import LoggerLike
 from lockstep.training.script_executor import ScriptExecutor
+from lockstep.training.script_passes import make_script_passes
 from lockstep.training.script_steps import ScriptSteps, ScriptUpdate
-from lockstep.training.trainer_hooks import current_session
+from lockstep.training.session import current_session
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 
 __all__ = ["exact"]
@@ -94,10 +96,10 @@ class Given:
     @classmethod
     def of(cls, model: nn.Module) -> Given:
         """Take a model apart."""
-        outer: nn.Module = getattr(model, "_orig_mod", model)
+        outer: nn.Module = unwrap(model)
         wrapper = outer if isinstance(outer, DistributedDataParallel) else None
         inner: nn.Module = model if wrapper is None else wrapper.module
-        module: nn.Module = getattr(inner, "_orig_mod", inner)
+        module: nn.Module = unwrap(inner)
         mesh = None
         if is_fully_sharded(module):
             free_gathered(module)
@@ -168,6 +170,8 @@ def exact(
     if given.mesh is not None:
         _require_shards(optimizers)
     optimization = _take_optimizers(given.module, optimizers, _list(scheduler))
+    ranks = 0 if given.mesh is None else dist.get_world_size(given.mesh.shards)
+    optimization.require_split(1, False, ranks)
     setup, gradients = _set_up(given, parallel, optimization, description, seed)
     config = _read_checkpoint(checkpoint, stateful, optimizers)
     update = ScriptUpdate()
@@ -191,7 +195,7 @@ def exact(
         setup.executor.parameters,
         gradients.sample if isinstance(gradients, ShardedGradients) else None,
         given.wrapper,
-        partial(_follow, optimization, bool(config) or membership() is not None),
+        partial(_follow, optimization, ranks, bool(config) or membership() is not None),
     )
     shards = None if given.mesh is None else given.mesh.shards
 
@@ -227,7 +231,7 @@ def _make_parallel_context(given: Given, microbatches: int) -> ParallelContext:
     if given.mesh is not None:
         hosts = given.mesh.hosts
     elif group is None:
-        hosts = find_hosts(ranks, 1)
+        hosts = find_replica_hosts(ranks, 1)
     parallel = ParallelContext(
         microbatches=microbatches,
         rank=dist.get_rank(group),
@@ -359,6 +363,7 @@ def _take_optimizer(optimizer: Optimizer, scheduler: Any = None) -> LearningRate
             f"ls.exact got a {type(optimizer).__name__} as optimizer: pass the object whose step() "
             "your loop calls, or a list of several"
         )
+    reject_broken_fused(optimizer)
     make_scheduler = None if scheduler is None else (lambda _: scheduler)
     config = OptimizerConfig(
         lambda _: optimizer, scheduler=make_scheduler, scheduler_interval="manual"
@@ -366,7 +371,9 @@ def _take_optimizer(optimizer: Optimizer, scheduler: Any = None) -> LearningRate
     return LearningRateSchedule(config, optimizer)
 
 
-def _follow(optimization: Optimization, is_resumable: bool, optimizer: Optimizer) -> None:
+def _follow(
+    optimization: Optimization, shards: int, is_resumable: bool, optimizer: Optimizer
+) -> None:
     """Take part in the steps of an optimizer that steps for the first time."""
     if optimizer in optimization.optimizers:
         return
@@ -376,6 +383,7 @@ def _follow(optimization: Optimization, is_resumable: bool, optimizer: Optimizer
             "be missing in checkpoints: pass all optimizers, as in ls.exact(model, [first, second])"
         )
     optimization.add(_take_optimizer(optimizer))
+    optimization.require_split(1, False, shards)
 
 
 def _read_checkpoint(
@@ -384,7 +392,7 @@ def _read_checkpoint(
     optimizers: Sequence[Optimizer],
 ) -> CheckpointConfig | None:
     """Return the settings of checkpoints, with the objects of `stateful`."""
-    config = read_checkpoint(checkpoint)
+    config = read_checkpoint_argument(checkpoint)
     if (config is not None or membership() is not None) and not optimizers:
         raise UsageError(
             "ls.exact needs the optimizers to save and to continue a training: write "
@@ -436,8 +444,13 @@ def _set_up(
             keeps_sums=membership() is not None,
         )
     blocks = find_block_names(given.inner, None)
-    executor = ScriptExecutor(parallel, given.inner, module, gradients, blocks, {}, seed)
     modules = {"": module}
+    make_passes = None
+    if isinstance(gradients, GradientReducer) and not gradients.has_sparse:
+        make_passes = partial(make_script_passes, parallel, given.inner, modules)
+    executor = ScriptExecutor(
+        parallel, given.inner, module, gradients, blocks, {}, seed, make_passes
+    )
     combined = optimization.optimizer
     state_check = StateMutationCheck(modules, HeldParameters(modules, optimizer=combined))
     hyperparameters = HyperparameterCheck({"model": module}, combined, parallel.group)

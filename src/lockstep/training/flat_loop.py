@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from time import perf_counter
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from lockstep.comm.activity import Waited
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.assignment import ReplicaShare
 from lockstep.data.checked_loading import load_checked
@@ -31,7 +33,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
 from lockstep.model.backward_watch import BackwardWatch
 from lockstep.model.generator_states import state_of_others, state_of_torch
-from lockstep.model.loss_root import record_loss, warn_of_division
+from lockstep.model.loss_root import warn_of_division
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import Arguments
 from lockstep.training.loop_watch import LoopWatch
@@ -48,7 +50,7 @@ ADVICE = (
 )
 
 
-# It has many attributes: the step and the micro-batch in it, and what the loop has called so far.
+# It has many attributes: what the script leaves open between two of its calls.
 class FlatLoop:
     """The micro-batches of a loop that is not nested, in the order in which they are computed.
 
@@ -75,6 +77,7 @@ class FlatLoop:
         self._has_gradients = False  # whether a backward of the open step has begun
         self._is_weighed = True
         self._has_warned = False
+        self._loading = 0.0  # seconds for the data of the micro-batch that begins
         # After the last micro-batch, if a forward began it.
         self._generators: tuple[object, ...] | None = None
         self.next_position = (0, 0)
@@ -117,14 +120,17 @@ class FlatLoop:
         gather = None
         if self._parallel.replicas > 1:
             gather = partial(all_gather_bytes, group=self._parallel.group)
+        begun = perf_counter() - Waited.seconds
         with closing(load_checked(loader, gather)) as items:
             for item in items:
+                self._loading = perf_counter() - Waited.seconds - begun
                 self.begin()
                 try:
                     yield align_tensors(item)
                 except GeneratorExit:  # after `break`, or an exception in the body of the loop
                     self.leave()
                     raise
+                begun = perf_counter() - Waited.seconds
         self._require_backward()
         self._steps.settle()
 
@@ -170,6 +176,9 @@ class FlatLoop:
         loop = self._loop
         if loop is None:
             loop = self._open(planned)
+        else:
+            loop.step.times.loading += self._loading
+        self._loading = 0.0
         batch = loop.step.batch
         assert batch is not None
         if self._sampler is not None and (batch.epoch, batch.identity.position) != planned[4:6]:
@@ -193,7 +202,12 @@ class FlatLoop:
         microbatches = tuple(Microbatch(index, len(piece), None) for index, piece in pieces)
         identity = BatchIdentity(planned.epoch, planned.batch, planned.order)
         batch = Batch(
-            planned.samples, planned.leaves, microbatches, planned.epoch, identity=identity
+            planned.samples,
+            planned.leaves,
+            microbatches,
+            planned.epoch,
+            self._loading,
+            identity=identity,
         )
         loop.start(batch)
         self._has_gradients = False
@@ -221,10 +235,8 @@ class FlatLoop:
         if weight is not None:
             self._steps.weights.given[current.number] = share = float(weight)
         elif share is None:
-            share = loop.current.share
-        # The report multiplies by the micro-batch's own share.
-        factor = share / loop.current.share
-        loop.current.losses.append(record_loss(loop.step, loss, loop.place, factor))
+            share = loop.step.shares[current.number]
+        loop.note_loss(loss, share)
         part = (loss.float() if loss.dtype is torch.float16 else loss) * share
         for observer in loop.step.observers:
             observer.record_graph(part, (loop.step.number, current.number))

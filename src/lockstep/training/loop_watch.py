@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from lockstep.checksum import checksum
 from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.kernel.step_context import StepContext
-from lockstep.model.call_site import PACKAGES, is_user_code
+from lockstep.model.call_site import PACKAGES, is_code_of_user
 from lockstep.model.held_parameters import HOLDERS
 from lockstep.pipeline.python_state import Holder, find_reachable_from_frame
 from lockstep.sharded_tensors import local_part
@@ -103,7 +103,7 @@ def _find_script_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the script itself, which may loop through a package."""
     while frame is not None:
         code = frame.f_code
-        if is_user_code(code) and not any(package in code.co_filename for package in PACKAGES):
+        if is_code_of_user(code) and not any(package in code.co_filename for package in PACKAGES):
             return frame
         frame = frame.f_back
     return None

@@ -15,7 +15,7 @@ from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.loss_root import warn_of_division
 from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
-from lockstep.training.whole_batch import backward_whole_batch, gather, total
+from lockstep.training.whole_batch import add_counts, backward_whole_batch, gather_whole_batch
 
 __all__ = ["ManualStep"]
 
@@ -132,7 +132,7 @@ class ManualStep:
                 of its boxes.
             *batches: As for `microbatches`.
         """
-        return total(self._entered(), count, *(batches or self._batches))
+        return add_counts(self._entered(), count, *(batches or self._batches))
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the rows of all samples of the batch in their order, on every rank.
@@ -148,7 +148,7 @@ class ManualStep:
         Raises:
             UsageError: On every rank, if tensors do not fit together or a micro-batch has none.
         """
-        return gather(self._entered(), tensors)
+        return gather_whole_batch(self._entered(), tensors)
 
     def backward_whole_batch(
         self,

@@ -100,6 +100,7 @@ class MicrobatchLoop:
         gradients: The sums of the gradients.
         roots: The roots of backward passes.
         parameters: The parameters of the model.
+        one_pass: What computes several micro-batches together; None: nothing does.
         result: The result of the step; None before it is committed.
         place: The rank, the step and the micro-batch, for messages.
         kept: What this rank has computed in an earlier attempt; None: nothing.
@@ -121,7 +122,7 @@ class MicrobatchLoop:
         parameters: Sequence[nn.Parameter],
         one_pass: GroupedPasses | None = None,
     ) -> None:
-        self._one_pass = one_pass
+        self.one_pass = one_pass
         self.step = step
         self.parallel = parallel
         self._called = called
@@ -180,8 +181,8 @@ class MicrobatchLoop:
 
     def compute(self, batch: Any) -> None:
         """Compute every micro-batch of this rank with the trainer's loss."""
-        if self._one_pass is not None and not self.is_first_of_round:
-            self._compute_groups(self._one_pass, batch)
+        if self.one_pass is not None and not self.is_first_of_round:
+            self._compute_groups(self.one_pass, batch)
             return
         for data in self.microbatches(batch):
             self._compute_one(data)
@@ -197,14 +198,14 @@ class MicrobatchLoop:
 
     def _compute_groups(self, one_pass: GroupedPasses, batch: Any) -> None:
         """Compute the micro-batches in groups, each in one pass if it has the same bits."""
-        for group in one_pass.divide(self.step, self._begin_batch((batch,))):
+        for group in one_pass.divide(self.step, self.begin_batch((batch,))):
             results = one_pass.compute(self.step, self.buffers, group)
             if results is not None:
-                self._end_group(group, results)
+                self.end_group(group, results)
                 continue
             trial = one_pass.begin_trial(self.step, self.buffers, group)
             if trial is not None:
-                self._watched = -1  # the trial needs all gradients in `.grad`
+                self.keep_gradients()
             for microbatch in group:
                 data = self.begin(microbatch)
                 if self.current is None:
@@ -217,7 +218,11 @@ class MicrobatchLoop:
                 trial.finish()
         self.close_sums()
 
-    def _end_group(self, group: Sequence[Microbatch], results: PassResults) -> None:
+    def keep_gradients(self) -> None:
+        """Let all gradients be in `.grad` after each backward pass, also after the last one."""
+        self._watched = -1
+
+    def end_group(self, group: Sequence[Microbatch], results: PassResults) -> None:
         """End micro-batches that were computed together: the gradients are those of a node."""
         step = self.step
         for microbatch, loss, metrics in zip(group, *results, strict=True):
@@ -235,7 +240,7 @@ class MicrobatchLoop:
         self._iteration = self._microbatches(batches)
         return self._iteration
 
-    def _begin_batch(self, batches: tuple[Any, ...]) -> Batch:
+    def begin_batch(self, batches: tuple[Any, ...]) -> Batch:
         """Set the batch of the step, and begin to add gradients; return what is to be computed."""
         rest = agree_on_rest(self.kept, self.step) if self.is_first_of_round else None
         if rest is not None:
@@ -251,7 +256,7 @@ class MicrobatchLoop:
         return batch
 
     def _microbatches(self, batches: tuple[Any, ...]) -> Iterator[Any]:
-        batch = self._begin_batch(batches)
+        batch = self.begin_batch(batches)
         autocast = self._autocast
         for microbatch in batch.microbatches:
             data = self.begin(microbatch)
@@ -406,12 +411,10 @@ class MicrobatchLoop:
                     "loss, such as step.backward(loss, share=len(inputs) / batch.size) for a mean "
                     "over the inputs from one of them"
                 )
-            share = current.share
+            share = step.shares[index]
         for observer in step.observers:
             observer.begin_backward(index)
-        # The report multiplies by the micro-batch's own share.
-        factor = 1.0 if share is current.share else share / current.share
-        current.losses.append(record_loss(step, loss, self.place, factor))
+        self.note_loss(loss, share)
         for observer in step.observers:
             observer.record_graph(loss, (step.number, index))
         if metrics:
@@ -425,6 +428,17 @@ class MicrobatchLoop:
             start, gradient = self.roots.find(loss if root is None else root, share)
             with self.gradients.watch_backward(start, index) if is_watched else NOTHING:
                 run_backward(start, gradient, retain_graph)
+
+    def note_loss(self, loss: torch.Tensor, share: float) -> None:
+        """Note a loss of the current micro-batch, and its share in that of the batch."""
+        current = self.current
+        assert current is not None
+        # The report multiplies by the micro-batch's share. A loss that was scaled here instead
+        # would be rounded to its dtype.
+        if share and not current.losses:
+            current.share = share
+        factor = 1.0 if share == current.share else share / current.share
+        current.losses.append(record_loss(self.step, loss, self.place, factor))
 
     def record_mean(self, loss: torch.Tensor) -> None:
         """Show a loss of the whole batch to the observers."""

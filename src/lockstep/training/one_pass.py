@@ -11,14 +11,14 @@ up samples is computed for each micro-batch (`lockstep.training.pass_plan`). The
 of a pass are those of a node of the tree. Which these are decides how fast a step is, and is never
 compared between ranks.
 
-A model may couple samples, or draw random numbers. So a pass is tried first, beside the separate
+A model may couple samples. So a pass is tried first, beside the separate
 ones whose results count, and all bits are compared; this is repeated in the steps that are audited
 by default. After a difference the micro-batches are computed one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +51,16 @@ from lockstep.training.pass_plan import (
     plan_passes,
 )
 
-__all__ = ["JoinedPass", "OnePass", "OnePassNotes", "make_one_pass"]
+__all__ = [
+    "Attempt",
+    "JoinedPass",
+    "OnePass",
+    "OnePassNotes",
+    "Trial",
+    "can_join",
+    "cut_rows",
+    "make_one_pass",
+]
 
 MOST_BYTES = 128 << 20
 """The bytes that a pass may keep for its backward pass: with more of them per micro-batch, the time
@@ -71,6 +80,57 @@ class Pass(Protocol):
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Return the result of the body, whose operators are seen."""
+
+    def begin(self) -> None:
+        """See the operators from now on."""
+
+    def end(self) -> None:
+        """See no more operators."""
+
+    def seed(self, seeds: list[int]) -> None:
+        """Seed the generators of the micro-batches."""
+
+    def finish(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Complete the gradients of parameters after the backward pass."""
+
+
+class Attempt:
+    """A pass over several micro-batches, which may fail.
+
+    Args:
+        step: The context of the step.
+        buffers: The buffers of the step.
+        group: The micro-batches.
+        forward: What sees the operators of the forward pass.
+        backward: What sees those of the backward pass.
+
+    Attributes:
+        results: The results; None before the end.
+        error: Why there are none.
+    """
+
+    def __init__(
+        self,
+        step: StepContext,
+        buffers: Buffers,
+        group: Sequence[Microbatch],
+        forward: Pass,
+        backward: Pass,
+    ) -> None:
+        self.step = step
+        self.buffers = buffers
+        self.group = group
+        self.forward = forward
+        self.backward = backward
+        self.results: PassResults | None = None
+        self.error: Exception | None = None
+
+    def take(self) -> PassResults:
+        """Return the results, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        assert self.results is not None
+        return self.results
 
 
 class JoinedPass:
@@ -133,7 +193,7 @@ class OnePass:
         self._parameters = [*nn.ModuleList(modules.values()).parameters()]
         self._joined: dict[Any, JoinedPass | None] = {}  # None: computed one by one
         self._bytes: dict[Any, int] = {}  # of a micro-batch, by its shapes
-        self._trials = 0
+        self._tried: set[Any] = set()
         self._shapes: dict[int, Any] = {}
         self.note = ""
 
@@ -198,85 +258,134 @@ class OnePass:
         Returns:
             The results; None if the micro-batches have to be computed one by one.
         """
-        if len(group) == 1 or step.observers or SCHEDULE.is_audited(step.number):
+        attempt = self.open(step, buffers, group)
+        if attempt is None:
             return None
-        key = self._key(group)
-        joined = self._joined.get(key)
+        self.perform(attempt)
+        return self.close(attempt)
+
+    def open(
+        self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
+    ) -> Attempt | None:
+        """Return a pass over micro-batches, if it is known that their bits are the same."""
+        if len(group) == 1 or step.observers or self._is_compared(step, group):
+            return None
+        joined = self._joined.get(self._key(group))
         if joined is None:
             return None
         joined.restart()
+        return Attempt(step, buffers, group, joined.forward, joined.backward)
+
+    def close(self, attempt: Attempt) -> PassResults | None:
+        """Return the results of a pass; None: its micro-batches are computed one by one."""
+        key = self._key(attempt.group)
+        joined = self._joined[key]
+        assert joined is not None
         try:
-            results = self._run(step, buffers, group, joined.forward, joined.backward)
+            results = attempt.take()
             joined.require_same()
         except Exception as error:  # one that is not ours is raised again by the separate passes
             del self._joined[key]  # it is planned again in the next step
             if isinstance(error, CannotJoin):
                 self.note = self.note or str(error)
-            self._clear(buffers)
+            self.clear(attempt.buffers)
             return None
         return results
 
-    def _clear(self, buffers: Buffers) -> None:
+    def _is_compared(self, step: StepContext, group: Sequence[Microbatch]) -> bool:
+        """Return whether a pass that is known is compared with separate ones again."""
+        return SCHEDULE.is_audited(step.number)
+
+    def clear(self, buffers: Buffers) -> None:
         """Discard the gradients of a pass, and the buffers that it may have written."""
         for parameter in self._parameters:
             parameter.grad = None
         for slot in buffers.slots:
             slot.copy = None
 
-    def _run(
-        self,
-        step: StepContext,
-        buffers: Buffers,
-        group: Sequence[Microbatch],
-        forward: Pass,
-        backward: Pass,
-    ) -> PassResults:
+    def perform(self, attempt: Attempt) -> None:
+        """Compute micro-batches together."""
+        try:
+            attempt.results = self._compute(attempt)
+        except Exception as error:
+            attempt.error = error
+
+    def _compute(self, attempt: Attempt) -> PassResults:
         """Compute micro-batches together.
 
         Raises:
             CannotJoin: They have to be computed one by one.
         """
+        step = attempt.step
+        group = attempt.group
         where = step.place(group[0].index)
         pairs = [split_targets(part.data, where) for part in group]
         inputs = join_samples(*(inputs for inputs, _ in pairs))
-        if buffers.slots:
-            buffers.install_copies()
-        self._scopes.begin_microbatch(step.number, group[0].index)
-        self._scopes.pause()  # no scope is seeded, so that every draw shows
-        state = self._scopes.read_states()
-        outputs = forward.run(lambda: call_model(self._called, inputs, where))
-        if self._scopes.read_states() != state:
-            raise CannotJoin("the model draws random numbers")
-        current = buffers.current()
-        if not all(have_same_bits([(slot.tensor, current[slot.name]) for slot in buffers.slots])):
-            raise CannotJoin("the model writes buffers")
+        state = self.begin_forward(attempt)
+        outputs = attempt.forward.run(lambda: call_model(self._called, inputs, where))
+        self.end_forward(attempt, state)
+        last_call = self._scopes.last_call
         leaves, structure = tree_flatten(outputs)
-        cuts = [_cut(leaf, len(group)) for leaf in leaves]
+        cuts = [cut_rows(leaf, len(group)) for leaf in leaves]
         results = PassResults([], [])
         for number, (part, (_, targets)) in enumerate(zip(group, pairs, strict=True)):
             own = tree_unflatten([cut[number] for cut in cuts], structure)
-            loss, metrics = self._compute_loss(step, part, own, targets)
+            loss, metrics = self._compute_loss(step, part, own, targets, last_call)
             results.losses.append(loss)
             results.metrics.append(metrics)
         if any(parameter.grad is not None for parameter in self._parameters):
             raise CannotJoin("the loss uses parameters of the model")
+        self.run_backward(attempt, leaves, cuts)
+        return results
+
+    def begin_forward(self, attempt: Attempt) -> object:
+        """Prepare buffers and generators; return the states of the latter, which do not change."""
+        if attempt.buffers.slots:
+            attempt.buffers.install_copies()
+        indices = [part.index for part in attempt.group]
+        self._scopes.begin_microbatches(attempt.step.number, indices, attempt.forward.seed)
+        return self._scopes.read_states()
+
+    def end_forward(self, attempt: Attempt, state: object) -> None:
+        """Require that a forward pass has left generators and buffers alone.
+
+        Raises:
+            CannotJoin: It has not.
+        """
+        if self._scopes.read_states() != state:
+            raise CannotJoin(
+                "the model draws random numbers that are not drawn by torch's operators"
+            )
+        buffers = attempt.buffers
+        current = buffers.current()
+        if not all(have_same_bits([(slot.tensor, current[slot.name]) for slot in buffers.slots])):
+            raise CannotJoin("the model writes buffers")
+
+    def run_backward(
+        self, attempt: Attempt, leaves: Sequence[Any], cuts: Sequence[Sequence[Any]]
+    ) -> None:
+        """Run backward from the outputs, with the gradients of their parts.
+
+        Raises:
+            CannotJoin: The micro-batches have to be computed one by one.
+        """
         roots = [(leaf, _join_gradients(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
         used = [(leaf, gradient) for leaf, gradient in roots if gradient is not None]
         if not used:
             raise CannotJoin("the loss does not depend on the outputs")
         state = self._scopes.read_states()
-        backward.run(lambda: _run_backward(used))
+        attempt.backward.run(lambda: _run_backward(used))
+        attempt.backward.finish(self._parameters)
         if self._scopes.read_states() != state:
             raise CannotJoin("the backward pass draws random numbers")
-        return results
 
     def _compute_loss(
-        self, step: StepContext, part: Microbatch, outputs: Any, targets: Any
+        self, step: StepContext, part: Microbatch, outputs: Any, targets: Any, last_call: int
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Compute the loss of a micro-batch from its outputs, and run backward to these."""
         where = step.place(part.index)
         assert self._parallel.loss is not None
-        self._scopes.begin_microbatch(step.number, part.index)
+        self._scopes.begin_microbatch(step.number, part.index, last_call)
         self._scopes.begin_loss()
         loss, metrics = compute_loss(self._parallel.loss, self._metrics, outputs, targets, where)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -295,27 +404,28 @@ class OnePass:
             return None
         key = self._key(group)
         is_known = key in self._joined
-        if is_known and (self._joined[key] is None or not SCHEDULE.is_audited(step.number)):
+        if is_known and (self._joined[key] is None or not self._is_compared(step, group)):
             return None
-        if not is_known and self._trials == MOST_TRIALS:
+        if len(self._tried | {key}) > MOST_TRIALS:
             return None
-        self._trials += not is_known
-        return Trial(self, step, buffers, group)
+        self._tried.add(key)
+        return Trial(self, step, buffers, group, is_new=not is_known)
 
-    def conclude(self, trial: Trial) -> None:
-        """Compute the micro-batches of a trial together, and compare the bits."""
+    def conclude(self, trial: Trial) -> Iterator[Attempt]:
+        """Yield the passes that have to be computed, and compare the bits of the last one."""
         group = trial.group
-        key = self._key(trial.group)
-        is_new = key not in self._joined
+        key = self._key(group)
+        is_new = trial.is_new
         watch = StateWatch(self._modules)
         watch.begin()
         joined = None
         try:
-            joined = self._plan(trial) if is_new else self._joined[key]
+            joined = (yield from self._plan(trial)) if is_new else self._joined[key]
             if joined is not None:
                 joined.restart()
-                passes = joined.forward, joined.backward
-                results = self._run(trial.step, trial.buffers, group, *passes)
+                attempt = trial.attempt(group, joined.forward, joined.backward)
+                yield attempt
+                results = attempt.take()
                 joined.require_same()
                 if difference := trial.find_difference(results, self._parameters):
                     raise CannotJoin(f"{difference} has other bits for several micro-batches")
@@ -332,32 +442,33 @@ class OnePass:
             joined = None
             self.note = self.note or f"several micro-batches raise {type(error).__name__}: {error}"
         finally:
-            self._clear(trial.buffers)
+            self.clear(trial.buffers)
         shapes = self._shapes[group[0].index]
         if joined is None and self._bytes.get(shapes, 0) * len(group) > MOST_BYTES:
             return  # fewer micro-batches are tried in the next step
         self._joined[key] = joined
 
-    def _plan(self, trial: Trial) -> JoinedPass | None:
+    def _plan(self, trial: Trial) -> Generator[Attempt, None, JoinedPass | None]:
         """Record the passes over one micro-batch and over all; None if they keep too much."""
         group = trial.group
-        alone = self._record(trial, group[:1])
+        alone = trial.alone
+        if alone is None:
+            alone = trial.record(group[:1])
+            yield alone
+        one = _take_calls(alone)
+        self.clear(trial.buffers)
         shapes = self._shapes[group[0].index]
-        self._bytes[shapes] = count_bytes(alone[0])
+        self._bytes[shapes] = count_bytes(one[0])
         if self._bytes[shapes] * len(group) > MOST_BYTES:
-            self._trials -= 1
+            self._tried.discard(self._key(group))
             return None
-        together = self._record(trial, group)
+        together = trial.record(group, first=alone)
+        yield together
+        several = _take_calls(together)
+        self.clear(trial.buffers)
         rule = load_native().SegmentRule
-        return JoinedPass(plan_passes(alone, together, len(group), rule), len(group))
-
-    def _record(self, trial: Trial, group: Sequence[Microbatch]) -> list[list[NotedCall]]:
-        make = load_native().RecordedCalls
-        forward = make()
-        backward = make()
-        self._run(trial.step, trial.buffers, group, forward, backward)
-        self._clear(trial.buffers)
-        return [[NotedCall(*call) for call in one.calls] for one in (forward, backward)]
+        plan = plan_passes(one, several, len(group), group[0].size, rule)
+        return JoinedPass(plan, len(group))
 
 
 def make_one_pass(
@@ -373,18 +484,24 @@ def make_one_pass(
     The arguments are those of `OnePass`.
     """
     is_possible = (
+        parallel.loss is not None  # the loss of a micro-batch is computed from its outputs
+        and can_join(parallel, modules)
+    )
+    if not is_possible:
+        return None
+    return OnePass(parallel, called, modules, metrics, scopes, roots)
+
+
+def can_join(parallel: ParallelContext, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether several micro-batches may have the bits of separate passes."""
+    return (
         has_portable_bits()
-        and torch.get_num_threads() == 1  # several divide a tensor at other elements
-        and parallel.loss is not None  # the loss of a micro-batch is computed from its outputs
         and parallel.autocast_dtype is None
         and parallel.loss_scale is None
         and not parallel.is_sharded
         and not parallel.activation_checkpointing
         and not any(one for module in modules.values() for one in find_compiled(module))
     )
-    if not is_possible:
-        return None
-    return OnePass(parallel, called, modules, metrics, scopes, roots)
 
 
 class Trial:
@@ -395,12 +512,24 @@ class Trial:
         step: The context of the step.
         buffers: The buffers of the step.
         group: The micro-batches.
+        is_new: Whether the pass has to be planned.
+
+    Attributes:
+        alone: The pass over the first micro-batch, if it is recorded already.
     """
 
     def __init__(
-        self, owner: OnePass, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
+        self,
+        owner: OnePass,
+        step: StepContext,
+        buffers: Buffers,
+        group: Sequence[Microbatch],
+        *,
+        is_new: bool,
     ) -> None:
         self._owner = owner
+        self.is_new = is_new
+        self.alone: Attempt | None = None
         self.step = step
         self.buffers = buffers
         self.group = group
@@ -428,9 +557,36 @@ class Trial:
                 return f"the gradient of a parameter of the shape {tuple(parameter.shape)}"
         return ""
 
+    def attempt(self, group: Sequence[Microbatch], forward: Pass, backward: Pass) -> Attempt:
+        """Return a pass over some of the micro-batches."""
+        return Attempt(self.step, self.buffers, group, forward, backward)
+
+    def record(
+        self, group: Sequence[Microbatch], *, restores: bool = True, first: Attempt | None = None
+    ) -> Attempt:
+        """Return a pass over some of the micro-batches, whose operators are recorded.
+
+        Args:
+            group: The micro-batches.
+            restores: Whether the generator is restored after operators that draw from it.
+            first: The recorded pass over the first of several micro-batches.
+        """
+        make = load_native().RecordedCalls
+        forward, backward = (None, None) if first is None else (first.forward, first.backward)
+        return self.attempt(
+            group,
+            make(restores=restores, keeps=False, first=forward),
+            make(restores=restores, keeps=first is None, first=backward),
+        )
+
+    def list_passes(self) -> Iterator[Attempt]:
+        """Yield the passes that have to be computed, and compare the last one."""
+        return self._owner.conclude(self)
+
     def finish(self) -> None:
         """Compute the same micro-batches together, and compare the bits."""
-        self._owner.conclude(self)
+        for attempt in self.list_passes():
+            self._owner.perform(attempt)
 
 
 class OnePassNotes(StepHook):
@@ -477,7 +633,7 @@ def _describe(data: Any) -> Any:
     return tuple(shapes) if shapes and None not in shapes else None
 
 
-def _cut(leaf: Any, segments: int) -> Sequence[Any]:
+def cut_rows(leaf: Any, segments: int) -> Sequence[Any]:
     """Return the outputs of each micro-batch, detached."""
     if not isinstance(leaf, torch.Tensor):
         return [leaf] * segments
@@ -489,6 +645,13 @@ def _cut(leaf: Any, segments: int) -> Sequence[Any]:
     return [
         (part if is_aligned else part.clone()).requires_grad_(leaf.requires_grad) for part in parts
     ]
+
+
+def _take_calls(recorded: Attempt) -> list[list[NotedCall]]:
+    """Return the operators of the forward and the backward pass."""
+    recorded.take()
+    passes: list[Any] = [recorded.forward, recorded.backward]
+    return [[NotedCall(*call) for call in one.calls] for one in passes]
 
 
 def _join_gradients(cuts: Sequence[Any]) -> torch.Tensor | None:

@@ -12,6 +12,8 @@ gradient of a parameter, and is called for the rows of each micro-batch.
 An operator that treats rows separately may still round the last elements of a tensor in another
 way, where vector registers are not full. `POSITION_FREE` has those that do not; the tensors of
 others must fill all registers.
+
+An operator that draws random numbers is called for the rows of each micro-batch, too.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ COPIES = """
 
 ROUNDED_ONCE = """
     abs add amax amin argmax argmin clamp clamp_max clamp_min cumsum div eq ge gt hardtanh le
-    leaky_relu leaky_relu_backward logical_and logical_not logical_or lt masked_fill max maximum
-    mean min minimum mul ne neg relu rsub sqrt square sub sum threshold threshold_backward where
+    l1_loss leaky_relu leaky_relu_backward logical_and logical_not logical_or lt masked_fill max
+    maximum mean min minimum mse_loss mse_loss_backward mul ne neg relu rsub sqrt square sub sum
+    threshold threshold_backward where
 """
 """Arithmetic that IEEE 754 defines."""
 
@@ -70,16 +73,22 @@ BY_ROW = """
     _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data log_softmax softmax
     _fused_rms_norm _fused_rms_norm_backward group_norm layer_norm native_group_norm
     native_group_norm_backward native_layer_norm native_layer_norm_backward rms_norm
+    cross_entropy_loss nll_loss nll_loss_nd nll_loss_forward nll_loss_backward
     _scaled_dot_product_flash_attention_for_cpu
-    _scaled_dot_product_flash_attention_for_cpu_backward scaled_dot_product_attention
+    _scaled_dot_product_flash_attention_for_cpu_backward scaled_dot_product_attention _safe_softmax
 """
 """Operators that compute one row, or one plane of an image, after the other."""
 
-DRAWS = "dropout"
-"""What draws random numbers is found by the state of the generators."""
+DRAWS = frozenset(
+    """
+    bernoulli cauchy exponential geometric log_normal multinomial normal poisson random uniform
+    """.split()  # noqa: SIM905
+)
+"""Operators that draw the numbers of one row after the other from a generator that they are given.
+What else draws is found by the state of the default generator."""
 
 POSITION_FREE = VIEWS.union(
-    FACTORIES, *(names.split() for names in (COPIES, ROUNDED_ONCE, IN_ORDER, BY_ROW, DRAWS))
+    FACTORIES, *(names.split() for names in (COPIES, ROUNDED_ONCE, IN_ORDER, BY_ROW))
 )
 """Operators whose result for an element does not depend on its position in the tensor."""
 
@@ -88,9 +97,33 @@ class CannotJoin(Exception):
     """Why micro-batches cannot be computed together, in words."""
 
 
-Slices = tuple[list[tuple[int, int]], list[int], list[tuple[int, int]]]
-"""The tensors to cut, each with the dimension of its rows; that of every result, or -1 for one that
-is added; arguments that are sizes, with their values for one micro-batch."""
+class Slices(NamedTuple):
+    """How an operator is called for the rows of each micro-batch.
+
+    Attributes:
+        tensors: The tensors to cut, each with the dimension of its rows.
+        results: The dimension of the rows in every result, or -1 for one that is added.
+        sizes: The arguments that are sizes, with their values for one micro-batch.
+        draws: Whether each micro-batch has a generator.
+        turns: The number of turns in which the rows of micro-batches alternate: with time first,
+            one per time.
+        keeps_parts: Whether results that would be added are kept for each micro-batch, since
+            others change them. An operator without tensors to cut is called for each of these.
+    """
+
+    tensors: list[tuple[int, int]]
+    results: list[int]
+    sizes: list[tuple[int, int]]
+    draws: bool = False
+    turns: int = 1
+    keeps_parts: bool = False
+
+
+CHANGES = Slices([], [], [], keeps_parts=True)
+"""The rule of an operator that changes gradients of parameters, which have no rows."""
+
+MOST_PARTS = 128 << 20
+"""The bytes of gradients that are kept for all micro-batches."""
 
 
 class NotedCall(NamedTuple):
@@ -101,12 +134,20 @@ class NotedCall(NamedTuple):
         overload: The name of its overload.
         arguments: The arguments; tensors are described by their shapes.
         results: The results, in the same way.
+        has_drawn: Whether it has drawn from the default generator.
+        turns: For each tensor among the arguments, the numbers of turns by which its first rows are
+            those of the pass over one micro-batch; empty if they were not compared.
+        sources: For each tensor among the arguments, the number of the call that has returned it;
+            -1 for others.
     """
 
     name: str
     overload: str
     arguments: list[Any]
     results: list[Any]
+    has_drawn: bool
+    turns: list[list[int]]
+    sources: list[int]
 
     @property
     def kind(self) -> str:
@@ -130,6 +171,7 @@ def plan_passes(
     alone: Sequence[Sequence[NotedCall]],
     joined: Sequence[Sequence[NotedCall]],
     segments: int,
+    samples: int,
     make_rule: Callable[..., Any],
 ) -> PassPlan:
     """Return what a pass over several micro-batches has to call.
@@ -138,6 +180,7 @@ def plan_passes(
         alone: The forward and the backward pass of one micro-batch.
         joined: Those of all micro-batches.
         segments: The number of micro-batches.
+        samples: The number of samples of each of them.
         make_rule: Makes a rule of the native module from `Slices`.
 
     Raises:
@@ -154,6 +197,9 @@ def plan_passes(
             _Comparison(*pair, segments).find_slices(is_backward=bool(is_backward))
             for pair in zip(one, all_of_them, strict=True)
         ]
+        if is_backward:
+            rules = _find_turns(all_of_them, rules, segments, samples)
+            rules = _keep_parts(all_of_them, rules, segments)
         plans.append(
             [
                 (call.name, call.overload, rule and make_rule(*rule))
@@ -161,6 +207,98 @@ def plan_passes(
             ]
         )
     return PassPlan(*plans)
+
+
+def _find_turns(
+    calls: Sequence[NotedCall], rules: Sequence[Slices | None], segments: int, samples: int
+) -> list[Slices | None]:
+    """Return the rules with the turns in which the rows of micro-batches alternate.
+
+    Several numbers of turns fit where all elements are equal, such as zeros. They are then those of
+    other tensors with as many rows.
+
+    Raises:
+        CannotJoin: The numbers are not known.
+    """
+    known: dict[int, set[int]] = {}
+    found: list[tuple[int, set[int]] | None] = []
+    for call, rule in zip(calls, rules, strict=True):
+        if rule is None or not rule.tensors or rule.draws or not call.turns:
+            found.append(None)
+            continue
+        tensors = _list_tensors(call.arguments)
+        counts = {tensors[n].sizes[dimension] // segments for n, dimension in rule.tensors}
+        fitting = set.intersection(*(set(call.turns[n]) for n, _ in rule.tensors))
+        rows = max(counts)
+        is_alike = len(counts) == 1 and rows != samples
+        found.append((rows, fitting) if is_alike else None)
+        if is_alike and len(fitting) == 1:
+            known.setdefault(rows, set()).update(fitting)
+    completed: list[Slices | None] = []
+    for rule, entry in zip(rules, found, strict=True):
+        if rule is None or entry is None:
+            completed.append(rule)
+            continue
+        rows, fitting = entry
+        if len(fitting) > 1:
+            fitting = fitting & known.get(rows, set())
+        if len(fitting) != 1:
+            raise CannotJoin("the order of the rows in the backward pass is not known")
+        completed.append(rule._replace(turns=min(fitting)))
+    return completed
+
+
+def _keep_parts(
+    calls: Sequence[NotedCall], rules: Sequence[Slices | None], segments: int
+) -> list[Slices | None]:
+    """Return the rules by which gradients of parameters that are changed are kept in parts.
+
+    A parameter that is used twice has the sum of two gradients. They are added for each
+    micro-batch, as in separate passes.
+
+    Raises:
+        CannotJoin: It is not known which gradients are changed, or they take too much memory.
+    """
+    sources = [{n for n in call.sources if n >= 0} for call in calls]
+    derived: set[int] = set()  # the calls that return gradients of parameters
+    for number, rule in enumerate(rules):
+        is_sum = rule is not None and -1 in rule.results
+        has_rows = rule is not None and rule.tensors
+        if is_sum or (not has_rows and sources[number] & derived):
+            derived.add(number)
+    kept: set[int] = set()
+    for number, rule in enumerate(rules):
+        if rule is CHANGES:
+            if number not in derived:
+                raise CannotJoin(f"{calls[number].name} changes the gradient of a parameter")
+            kept.add(number)
+    count = -1
+    while kept and count != len(kept):
+        count = len(kept)
+        for number in reversed(range(len(calls))):
+            if number in kept:
+                kept |= sources[number] & derived
+        for number in derived:
+            rule = rules[number]
+            has_rows = rule is not None and rule.tensors
+            if sources[number] & kept and not has_rows:
+                kept.add(number)
+    completed = [*rules]
+    size = 0
+    for number, rule in enumerate(rules):
+        if number in kept:
+            size += count_bytes([calls[number]])
+            is_sum = rule is not None and rule.tensors
+            if is_sum and sources[number] & kept:
+                raise CannotJoin(
+                    f"{calls[number].name} uses the gradient of a parameter for samples"
+                )
+            completed[number] = rule._replace(keeps_parts=True) if rule and is_sum else CHANGES
+        elif sources[number] & kept:
+            raise CannotJoin(f"{calls[number].name} uses the gradient of a parameter for samples")
+    if size * segments > MOST_PARTS:
+        raise CannotJoin("the gradients of parameters that are used twice take too much memory")
+    return completed
 
 
 def count_bytes(calls: Sequence[NotedCall]) -> int:
@@ -195,6 +333,10 @@ class _Comparison:
         self._compare_values()
         given = self._find_rows("arguments")
         returned = self._find_rows("results")
+        if self._one.has_drawn or self._several.has_drawn:
+            if is_backward:
+                raise CannotJoin(f"{self._name} draws random numbers in the backward pass")
+            return self._draw(given, returned)
         has_rows = any(dimension is not None for dimension in given)
         if not has_rows:
             if (
@@ -203,7 +345,7 @@ class _Comparison:
                 and self._returns_numbers
                 and self._kind not in VIEWS | FACTORIES
             ):
-                raise CannotJoin(f"{self._name} changes the gradient of a parameter")
+                return CHANGES
             return None
         if self._kind in FACTORIES:
             return None
@@ -220,9 +362,19 @@ class _Comparison:
         has_lists = any(isinstance(result, list) for result in self._one.results)
         if has_lists or any(type(size) is not int for _, size in self._sizes):
             raise CannotJoin(f"{self._name} combines samples in the backward pass")
-        slices = [(n, dimension) for n, dimension in enumerate(given) if dimension is not None]
         results = [-1 if dimension is None else dimension for dimension in returned]
-        return slices, results, self._sizes
+        return Slices(_list_rows(given), results, self._sizes)
+
+    def _draw(self, given: Sequence[int | None], returned: Sequence[int | None]) -> Slices:
+        """Return how an operator that draws random numbers is called for each micro-batch."""
+        results = [dimension for dimension in returned if dimension is not None]
+        if self._kind not in DRAWS:
+            raise CannotJoin(f"{self._name} draws random numbers")
+        has_lists = any(type(size) is not int for _, size in self._sizes)
+        is_out = self._one.overload.endswith("out")
+        if len(returned) > 1 or not results or has_lists or is_out:
+            raise CannotJoin(f"{self._name} draws the same numbers for several samples")
+        return Slices(_list_rows(given), results, self._sizes, draws=True)
 
     @property
     def _returns_numbers(self) -> bool:
@@ -301,6 +453,11 @@ class _Comparison:
         ]
         if shared:
             raise CannotJoin(f"{self._name} may round elements differently, by their position")
+
+
+def _list_rows(dimensions: Sequence[int | None]) -> list[tuple[int, int]]:
+    """Return the positions of the tensors with rows, and the dimensions of these."""
+    return [(n, dimension) for n, dimension in enumerate(dimensions) if dimension is not None]
 
 
 def _is_tensor(value: Any) -> bool:

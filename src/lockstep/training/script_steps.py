@@ -9,6 +9,7 @@ A step that is left early is undone, and the next one says so.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,8 +19,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from lockstep.comm.activity import Waited
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.parts import SharedUpdate
 from lockstep.kernel.step import PreparedStep
@@ -104,6 +110,7 @@ class ScriptSteps:
         self._known = weakref.WeakSet[Optimizer]()
         self._left: UsageError | None = None
         self._sampled: torch.Tensor | None = None  # of the gradients of the whole batch
+        self._entered = 0.0  # when an optimizer began its step
         self.opened: OpenStep | None = None
         self.is_complete = False
         self._watch_optimizers()
@@ -171,6 +178,8 @@ class ScriptSteps:
             self._divide(opened, self.weights.total)
         self.is_complete = True
         self.note_gradients()
+        opened.step.times.left = time.perf_counter()
+        opened.step.times.waited = Waited.seconds
         return True
 
     def settle(self) -> None:
@@ -219,10 +228,7 @@ class ScriptSteps:
                 local_part(parameter.grad).div_(total)
         # Divided after the sum, since the nodes that ranks hold depend on their number.
         loss = summary.sum_losses() / total
-        summary = summary._replace(
-            nodes=[(0, summary.leaves, loss)],
-            losses=[(leaf, loss / total) for leaf, loss in summary.losses],
-        )
+        summary = summary._replace(nodes=[(0, summary.leaves, loss)])
         opened.prepared = PreparedStep(step, summary, norm / total)
 
     def note_gradients(self) -> None:
@@ -261,8 +267,16 @@ class ScriptSteps:
                 closure = arguments[1:] or options.get("closure")
                 this._enter_optimizer(optimizer, has_closure=bool(closure))
 
-        vars(enter)["lockstep_elementwise"] = True  # it may also see a trainer's optimizer
+        def leave(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+            this = own()
+            if this is not None and this._is_own(optimizer):
+                this._leave_optimizer()
+
+        # They may also see a trainer's optimizer.
+        vars(enter)["lockstep_elementwise"] = True
+        vars(leave)["lockstep_elementwise"] = True
         weakref.finalize(self, register_optimizer_step_pre_hook(enter).remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(leave).remove)
 
     def _is_own(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has a parameter of the model."""
@@ -304,6 +318,14 @@ class ScriptSteps:
                 "of the gradients"
             )
         self._update.rate = float(optimizer.param_groups[0]["lr"])
+        self._entered = time.perf_counter()
+
+    def _leave_optimizer(self) -> None:
+        """Count the time of an optimizer as one of the step whose gradients are complete."""
+        if self.opened is not None and self.is_complete:
+            seconds = time.perf_counter() - self._entered
+            self.opened.step.times.updated += seconds
+            self.opened.step.times.left += seconds
 
     def _require_trained(self, optimizer: Optimizer) -> None:
         """Refuse a gradient of a parameter that is in no model of a training."""

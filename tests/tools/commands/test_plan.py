@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,9 @@ from click.testing import CliRunner
 
 from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
+from lockstep.tools.commands.plan import _print as print_plans
+from lockstep.tools.plan.memory_plan import TrainingMemory, plan_storages
+from lockstep.tools.report import terminal
 
 HEAD = """
 import sys
@@ -159,3 +163,15 @@ def test_ranks_that_are_not_a_multiple_of_the_hosts(plan):
     result = plan(TRAIN, "--hosts", "2", "--ranks", "3", "9")
     assert result.exit_code == 2
     assert "3 ranks are not a multiple of 2 hosts" in result.output
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_narrow_terminal_shows_whole_numbers(columns, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "terminal_width", lambda: columns)
+    memory = TrainingMemory(*[123_456_789] * 7, leaves=8, blocks=(1, 2), outputs=(1, 2))
+    print_plans(plan_storages(memory, 1, 2), None, 10**12)
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert max(map(len, lines)) <= columns
+    names = re.split(r"  +", lines[0].strip())
+    assert {"per rank", "per host", "verdict"} <= set(names)
+    assert [len(re.split(r"  +", line.strip())) for line in lines[2:6]] == [len(names)] * 4

@@ -90,6 +90,13 @@ def test_a_micro_batch_is_compared_alone():
     assert "loss of the micro-batch 1" in other.differences[0]
 
 
+def test_a_micro_batch_is_compared_alone_though_several_ranks_compute_the_others():
+    request = replace(REQUEST, ranks=2, microbatch=1)
+    assert compared(request=request).equal
+    other = compared(replayed=replace(REPLAYED, losses=(0.25, 0.5, None)), request=request)
+    assert other.differences == ("loss of the micro-batch 1: recorded 0.75, replayed 0.5",)
+
+
 def test_a_replay_that_failed_is_no_equal_one():
     found = compare(REQUEST, Recorded(STEP), Replay([], 0, 1.0, "rank 0 failed: no data"))
     assert not found.equal

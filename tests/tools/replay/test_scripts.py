@@ -311,6 +311,31 @@ def test_variables_that_a_script_reads_are_those_of_the_recorded_run(tmp_path, m
     replayed(run, 2, 3)  # and with the same weights, though the script does not seed torch
 
 
+OF_A_LOOP = """
+def main():
+    ls.init(timeout=60)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exact = ls.exact(model, 4)
+    data = Noisy()
+    for inputs, targets in torch.utils.data.DataLoader(data, batch_sampler=exact.sampler(data, 32)):
+        exact.begin()
+        exact.weigh(nn.functional.cross_entropy(model(inputs), targets)).backward()
+        if exact.is_complete:
+            optimizer.step()
+            optimizer.zero_grad()
+
+main()
+"""
+
+
+def test_the_last_step_of_a_loop_is_replayed_though_nothing_follows_it(tmp_path):
+    """It is committed when the program ends, as those of Accelerate and transformers are."""
+    run = record(tmp_path, "--name", "mine", train=HEAD + OF_A_LOOP)
+    replayed(run, 1, 1)
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize(
     ("words", "kind", "ranks"),

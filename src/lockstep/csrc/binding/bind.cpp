@@ -231,15 +231,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::call_guard<py::gil_scoped_release>())
       .def("share", &LockstepBackend::share, py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>());
-  py::class_<UnitSeeder>(module, "UnitSeeder")
-      .def(py::init<std::vector<int64_t>, py::function, py::function>(), py::arg("units"),
+  py::class_<ScopeSeeder>(module, "ScopeSeeder")
+      .def(py::init<std::vector<int64_t>, py::function, py::function>(), py::arg("scopes"),
            py::arg("get_numpy"), py::arg("seed_others"))
-      .def("seed", &UnitSeeder::seed, py::arg("prefix"), py::arg("unit"), py::arg("call") = 0)
-      .def("begin", &UnitSeeder::begin, py::arg("prefix"), py::arg("unit"))
-      .def("know_others", &UnitSeeder::know_others, py::arg("python"), py::arg("python_address"),
+      .def("seed", &ScopeSeeder::seed, py::arg("prefix"), py::arg("scope"), py::arg("call") = 0)
+      .def("begin", &ScopeSeeder::begin, py::arg("prefix"), py::arg("scope"))
+      .def("know_others", &ScopeSeeder::know_others, py::arg("python"), py::arg("python_address"),
            py::arg("numpy"), py::arg("numpy_address"), py::arg("second_address"))
-      .def("read_others", &UnitSeeder::read_others)
-      .def("write_others", &UnitSeeder::write_others, py::arg("states"));
+      .def("read_others", &ScopeSeeder::read_others)
+      .def("write_others", &ScopeSeeder::write_others, py::arg("states"));
   module.def("make_module_call", &make_module_call, py::arg("module"), py::arg("before"),
              py::arg("after"));
   module.def("make_scope_hook", &make_scope_hook, py::arg("seeder"), py::arg("scopes"),
@@ -249,21 +249,34 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_readonly("element_size", &CallTensor::element_size)
       .def_readonly("is_floating_point", &CallTensor::is_floating_point)
       .def_readonly("is_dense", &CallTensor::is_dense);
-  py::class_<RecordedCalls>(module, "RecordedCalls")
-      .def(py::init<>())
+  py::class_<RecordedCalls, std::shared_ptr<RecordedCalls>>(module, "RecordedCalls")
+      .def(py::init<bool, bool, std::shared_ptr<const RecordedCalls>>(), py::arg("restores"),
+           py::arg("keeps"), py::arg("first"))
       .def("run", &RecordedCalls::run, py::arg("body"))
+      .def("begin", &RecordedCalls::begin)
+      .def("end", &RecordedCalls::end)
+      .def("seed", &RecordedCalls::seed, py::arg("seeds"))
+      .def("finish", &RecordedCalls::finish, py::arg("parameters"))
       .def_readonly("calls", &RecordedCalls::calls);
   py::class_<SegmentRule>(module, "SegmentRule")
       .def(py::init([](std::vector<std::pair<size_t, int64_t>> slices, std::vector<int64_t> results,
-                       std::vector<std::pair<size_t, int64_t>> sizes) {
-             return SegmentRule{std::move(slices), std::move(results), std::move(sizes)};
+                       std::vector<std::pair<size_t, int64_t>> sizes, bool draws, int64_t turns,
+                       bool keeps_parts) {
+             return SegmentRule{
+                 std::move(slices), std::move(results), std::move(sizes), draws, turns,
+                 keeps_parts};
            }),
-           py::arg("slices"), py::arg("results"), py::arg("sizes"));
-  py::class_<SegmentedCalls>(module, "SegmentedCalls")
+           py::arg("slices"), py::arg("results"), py::arg("sizes"), py::arg("draws"),
+           py::arg("turns"), py::arg("keeps_parts"));
+  py::class_<SegmentedCalls, std::shared_ptr<SegmentedCalls>>(module, "SegmentedCalls")
       .def(py::init<const std::vector<SegmentedCalls::Expected>&, int64_t>(), py::arg("calls"),
            py::arg("segments"))
       .def("run", &SegmentedCalls::run, py::arg("body"))
+      .def("begin", &SegmentedCalls::begin)
+      .def("end", &SegmentedCalls::end)
       .def("restart", &SegmentedCalls::restart)
+      .def("seed", &SegmentedCalls::seed, py::arg("seeds"))
+      .def("finish", &SegmentedCalls::finish, py::arg("parameters"))
       .def("find_difference", &SegmentedCalls::find_difference);
   module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"), py::arg("nodes"),
              py::arg("node"), py::arg("siblings"), py::arg("destinations"));

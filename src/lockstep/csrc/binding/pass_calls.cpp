@@ -1,10 +1,15 @@
 #include "pass_calls.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_set>
 
 #include "torch_errors.h"
 
@@ -19,8 +24,50 @@ constexpr uintptr_t kAlignment = 64;  // of the memory that torch allocates
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local PassCalls* watching = nullptr;
+thread_local std::shared_ptr<PassCalls> begun;  // which sees until its end
 
-void call_watched(const c10::OperatorHandle& op, Stack* stack) {
+void end_begun() {
+  watching = nullptr;
+  begun.reset();
+  c10::impl::tls_set_dispatch_key_included(kKey, false);
+}
+
+// Operators that draw, by calling others.
+const std::unordered_set<std::string> kDividedDraws = {
+    "aten::alpha_dropout",
+    "aten::alpha_dropout_",
+    "aten::dropout",
+    "aten::dropout_",
+    "aten::feature_alpha_dropout",
+    "aten::feature_alpha_dropout_",
+    "aten::feature_dropout",
+    "aten::feature_dropout_",
+    "aten::rand",
+    "aten::rand_like",
+    "aten::randint",
+    "aten::randint_like",
+    "aten::randn",
+    "aten::randn_like",
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_attention_math",
+};
+
+bool is_divided(const c10::OperatorHandle& op, const Stack& stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  if (!kDividedDraws.contains(schema.name())) return false;
+  const std::optional<int> probability = schema.argumentIndexWithName("dropout_p");
+  if (!probability) return true;
+  const size_t first = stack.size() - schema.arguments().size();
+  return stack[first + static_cast<size_t>(*probability)].toDouble() != 0;
+}
+
+void call_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (begun && begun->has_ended()) end_begun();
+  if (watching && is_divided(op, *stack)) {
+    const c10::DispatchKeySet lower(c10::DispatchKeySet::FULL_AFTER, kKey);
+    op.redispatchBoxed(keys & lower, stack);  // what it calls is seen
+    return;
+  }
   const c10::impl::ExcludeDispatchKeyGuard below(kKey);
   if (watching)
     watching->call(op, stack);
@@ -72,6 +119,30 @@ py::list describe_last(const Stack& stack, size_t count) {
   return described;
 }
 
+// The default generator, to find out which operators draw from it.
+class DefaultGenerator {
+ public:
+  DefaultGenerator() : generator_(at::detail::getDefaultCPUGenerator()), state_(read()) {}
+
+  bool has_drawn() {
+    const at::Tensor now = read();
+    const auto bytes = static_cast<size_t>(now.nbytes());
+    return std::memcmp(now.const_data_ptr(), state_.const_data_ptr(), bytes) != 0;
+  }
+  void restore() {
+    const std::scoped_lock lock(generator_.mutex());
+    generator_.set_state(state_);
+  }
+
+ private:
+  at::Tensor read() {
+    const std::scoped_lock lock(generator_.mutex());
+    return generator_.get_state();
+  }
+  at::Generator generator_;
+  at::Tensor state_;
+};
+
 // Adds tensors along the tree, in the memory of the left one.
 class TreeSum {
  public:
@@ -103,12 +174,53 @@ class TreeSum {
 };
 
 // The rows of one micro-batch, aligned as those of a separate pass.
-at::Tensor take_rows(const at::Tensor& tensor, int64_t dimension, int64_t segment,
-                     int64_t segments) {
+at::Tensor take_rows(const at::Tensor& tensor, int64_t dimension, int64_t segment, int64_t segments,
+                     int64_t turns = 1) {
   const int64_t rows = tensor.size(dimension) / segments;
+  if (turns > 1)
+    return tensor.unflatten(dimension, {turns, segments, rows / turns})
+        .select(dimension + 1, segment)
+        .clone()
+        .flatten(dimension, dimension + 1);
   at::Tensor part = tensor.narrow(dimension, segment * rows, rows);
   const auto address = reinterpret_cast<uintptr_t>(part.const_data_ptr());
-  return address % kAlignment ? part.clone() : part;
+  // With time first, the rows are apart, and some kernels add them in another order, or read what
+  // is between them.
+  const bool is_apart =
+      tensor.is_non_overlapping_and_dense() && !part.is_non_overlapping_and_dense();
+  return address % kAlignment || is_apart ? part.clone() : part;
+}
+
+// The rows of all micro-batches.
+at::Tensor join_rows(const std::vector<at::Tensor>& rows, int64_t dimension, int64_t turns) {
+  if (turns == 1) return at::cat(rows, dimension);
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& one : rows)
+    parts.push_back(one.unflatten(dimension, {turns, one.size(dimension) / turns}));
+  return at::stack(parts, dimension + 1).flatten(dimension, dimension + 2);
+}
+
+// Returns the numbers of turns by which `one` may be the rows of the first micro-batch.
+std::vector<int64_t> find_turns(const at::Tensor& one, const at::Tensor& several) {
+  std::vector<int64_t> found;
+  const bool is_plain = one.defined() && several.defined() && one.dim() == several.dim() &&
+                        one.layout() == at::kStrided && several.layout() == at::kStrided &&
+                        one.scalar_type() == several.scalar_type();
+  if (!is_plain || one.numel() == 0) return found;
+  std::optional<int64_t> grown;
+  for (int64_t d = 0; d < one.dim(); ++d) {
+    if (one.size(d) == several.size(d)) continue;
+    if (grown || several.size(d) % one.size(d)) return found;
+    grown = d;
+  }
+  if (!grown) return found;
+  const int64_t rows = one.size(*grown);
+  for (int64_t turns = 1; turns <= rows; ++turns) {
+    if (rows % turns) continue;
+    const at::Tensor taken = take_rows(several, *grown, 0, several.size(*grown) / rows, turns);
+    if (at::equal(taken, one)) found.push_back(turns);
+  }
+  return found;
 }
 
 template <typename Change>
@@ -136,16 +248,30 @@ void change_tensors(Stack& arguments, const Change& change) {
   }
 }
 
-bool can_be_cut(const Stack& stack, size_t count, const SegmentRule& rule, int64_t segments) {
-  Stack arguments(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
+// The tensors among the last values of a stack.
+std::vector<at::Tensor> list_tensors(const Stack& stack, size_t count) {
+  Stack last(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
   std::vector<at::Tensor> tensors;
-  change_tensors(arguments, [&](const at::Tensor& tensor, size_t) {
+  change_tensors(last, [&](const at::Tensor& tensor, size_t) {
     tensors.push_back(tensor);
     return tensor;
   });
+  return tensors;
+}
+
+// Returns whether an operator writes its first argument, and returns it.
+bool is_in_place(const c10::OperatorHandle& op) {
+  const c10::AliasInfo* alias = op.schema().arguments().front().alias_info();
+  return alias && alias->isWrite();
+}
+
+bool can_be_cut(const Stack& stack, size_t count, const SegmentRule& rule, int64_t segments) {
+  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
   for (const auto& [position, dimension] : rule.slices)
     if (position >= tensors.size() || !tensors[position].defined() ||
-        dimension >= tensors[position].dim() || tensors[position].size(dimension) % segments)
+        dimension >= tensors[position].dim() ||
+        tensors[position].size(dimension) % (segments * rule.turns) ||
+        (rule.draws && tensors[position].requires_grad()))
       return false;
   return true;
 }
@@ -158,12 +284,85 @@ py::object PassCalls::run(const py::function& body) {
   return body();
 }
 
+void PassCalls::begin() {
+  if (begun && begun->has_ended()) end_begun();
+  CHECK_ARGUMENT(!watching, "another pass is seen in this thread");
+  register_key();
+  has_ended_ = false;
+  begun = shared_from_this();
+  watching = this;
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
+}
+
+void PassCalls::end() {
+  has_ended_ = true;
+  if (begun.get() == this) end_begun();
+}
+
 void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   const py::gil_scoped_acquire gil;  // torch has released it
   py::list arguments = describe_last(*stack, op.schema().arguments().size());
+  py::list turns = compare_arguments(*stack, op.schema().arguments().size());
+  py::list sources = find_sources(*stack, op.schema().arguments().size());
+  DefaultGenerator generator;
   op.callBoxed(stack);
+  remember_results(*stack, op.schema().returns().size());
+  const bool has_drawn = generator.has_drawn();
+  if (has_drawn) repeat_draw(*stack);
+  if (has_drawn && restores_) generator.restore();
   calls.append(py::make_tuple(op.schema().name(), op.schema().overload_name(), std::move(arguments),
-                              describe_last(*stack, op.schema().returns().size())));
+                              describe_last(*stack, op.schema().returns().size()), has_drawn,
+                              std::move(turns), std::move(sources)));
+}
+
+void RecordedCalls::repeat_draw(const Stack& stack) {
+  const auto number = static_cast<int64_t>(py::len(calls));
+  if (stack.empty() || !stack.back().isTensor()) return;
+  const at::NoGradGuard guard;
+  const at::Tensor result = stack.back().toTensor();
+  if (!first_) {
+    drawn_[number] = result.clone();
+    return;
+  }
+  const auto drawn = first_->drawn_.find(number);
+  if (drawn == first_->drawn_.end() || drawn->second.dim() != result.dim()) return;
+  at::Tensor rows = result;
+  for (int64_t d = 0; d < result.dim(); ++d)
+    rows = rows.narrow(d, 0, std::min(result.size(d), drawn->second.size(d)));
+  if (rows.sizes() == drawn->second.sizes()) rows.copy_(drawn->second);
+}
+
+py::list RecordedCalls::find_sources(const Stack& stack, size_t count) {
+  py::list sources;
+  for (const at::Tensor& tensor : list_tensors(stack, count)) {
+    const int64_t* const call = tensor.defined() ? returned_.find(tensor) : nullptr;
+    sources.append(call ? *call : -1);
+  }
+  return sources;
+}
+
+void RecordedCalls::remember_results(const Stack& stack, size_t count) {
+  const auto number = static_cast<int64_t>(py::len(calls));
+  for (const at::Tensor& tensor : list_tensors(stack, count))
+    if (tensor.defined()) returned_.set(tensor, number);
+}
+
+py::list RecordedCalls::compare_arguments(const Stack& stack, size_t count) {
+  py::list turns;
+  const auto number = static_cast<size_t>(py::len(calls));
+  std::vector<at::Tensor> tensors;
+  if (keeps_ || first_) tensors = list_tensors(stack, count);
+  const at::NoGradGuard guard;
+  if (first_ && number < first_->kept_.size() && first_->kept_[number].size() == tensors.size()) {
+    for (size_t i = 0; i < tensors.size(); ++i)
+      turns.append(find_turns(first_->kept_[number][i], tensors[i]));
+  }
+  if (keeps_) {
+    for (at::Tensor& tensor : tensors)
+      if (tensor.defined()) tensor = tensor.clone();  // others may write it
+    kept_.push_back(std::move(tensors));
+  }
+  return turns;
 }
 
 SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segments)
@@ -172,11 +371,38 @@ SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segme
   for (const auto& [name, overload, rule] : calls)
     calls_.emplace_back(
         c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()), rule);
+  const bool has_draws = std::any_of(calls_.begin(), calls_.end(), [](const auto& call) {
+    return call.second && call.second->draws;
+  });
+  for (int64_t i = 0; has_draws && i < segments; ++i)
+    generators_.push_back(at::detail::createCPUGenerator());
+}
+
+void SegmentedCalls::seed(const std::vector<uint64_t>& seeds) {
+  if (generators_.empty()) return;
+  CHECK_ARGUMENT(seeds.size() == generators_.size(), "there is not one seed per segment");
+  for (size_t i = 0; i < seeds.size(); ++i) generators_[i].set_current_seed(seeds[i]);
 }
 
 void SegmentedCalls::restart() {
   next_ = 0;
   difference_.clear();
+  parts_.clear();
+}
+
+void SegmentedCalls::finish(const std::vector<at::Tensor>& parameters) {
+  const at::NoGradGuard guard;
+  for (const at::Tensor& parameter : parameters) {
+    const at::Tensor& gradient = parameter.grad();
+    const std::vector<at::Tensor>* const parts =
+        gradient.defined() ? parts_.find(gradient) : nullptr;
+    if (!parts) continue;
+    TreeSum sum;
+    sum.add(gradient.clone());
+    for (const at::Tensor& part : *parts) sum.add(part);
+    parameter.mutable_grad() = sum.total();
+  }
+  parts_.clear();
 }
 
 std::string SegmentedCalls::find_difference() const {
@@ -194,8 +420,10 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   const std::optional<SegmentRule>& rule = calls_[next_++].second;
   if (!rule) {
     op.callBoxed(stack);
+  } else if (rule->slices.empty()) {
+    call_parts(op, stack);
   } else if (can_be_cut(*stack, op.schema().arguments().size(), *rule, segments_)) {
-    call_segments(op, *rule, stack);
+    rule->draws ? draw(op, *rule, stack) : call_segments(op, *rule, stack);
   } else {
     difference_ = op.schema().name();
     op.callBoxed(stack);
@@ -216,7 +444,7 @@ void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentR
     for (const auto& [argument, size] : rule.sizes) part[argument] = size;
     change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
       for (const auto& [sliced, dimension] : rule.slices)
-        if (sliced == position) return take_rows(tensor, dimension, segment, segments_);
+        if (sliced == position) return take_rows(tensor, dimension, segment, segments_, rule.turns);
       return tensor;
     });
     op.callBoxed(&part);
@@ -225,7 +453,7 @@ void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentR
       part[i] = c10::IValue();
       is_defined[i] = result.defined();
       if (!is_defined[i]) continue;
-      if (rule.results[i] < 0)
+      if (rule.results[i] < 0 && !rule.keeps_parts)
         sums[i].add(std::move(result));
       else
         rows[i].push_back(std::move(result));
@@ -233,10 +461,79 @@ void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentR
   }
   for (size_t i = 0; i < returns; ++i) {
     at::Tensor result;
-    if (is_defined[i])
-      result = rule.results[i] < 0 ? sums[i].total() : at::cat(rows[i], rule.results[i]);
+    if (is_defined[i] && rule.results[i] >= 0) {
+      result = join_rows(rows[i], rule.results[i], rule.turns);
+    } else if (is_defined[i] && !rule.keeps_parts) {
+      result = sums[i].total();
+    } else if (is_defined[i]) {
+      result = rows[i].front();
+      rows[i].erase(rows[i].begin());
+      parts_.set(result, std::move(rows[i]));
+    }
     stack->emplace_back(std::move(result));
   }
+}
+
+// Calls an operator for the gradients of parameters of each micro-batch.
+void SegmentedCalls::call_parts(const c10::OperatorHandle& op, Stack* stack) {
+  const size_t arguments = op.schema().arguments().size(), returns = op.schema().returns().size();
+  const Stack given(stack->end() - static_cast<std::ptrdiff_t>(arguments), stack->end());
+  std::vector<const std::vector<at::Tensor>*> known;
+  for (const at::Tensor& tensor : list_tensors(given, arguments))
+    known.push_back(tensor.defined() ? parts_.find(tensor) : nullptr);
+  if (std::all_of(known.begin(), known.end(), [](const auto* parts) { return !parts; }))
+    difference_ = op.schema().name();
+  std::vector<std::vector<at::Tensor>> others;  // the results of each further micro-batch
+  for (int64_t segment = 1; difference_.empty() && segment < segments_; ++segment) {
+    Stack part = given;
+    change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
+      return known[position] ? (*known[position])[static_cast<size_t>(segment) - 1] : tensor;
+    });
+    op.callBoxed(&part);
+    others.push_back(list_tensors(part, returns));
+  }
+  op.callBoxed(stack);
+  if (others.empty()) return;
+  const std::vector<at::Tensor> results = list_tensors(*stack, returns);
+  for (size_t i = 0; i < results.size(); ++i) {
+    std::vector<at::Tensor> parts;
+    for (const std::vector<at::Tensor>& other : others) parts.push_back(other[i]);
+    if (results[i].defined()) parts_.set(results[i], std::move(parts));
+  }
+}
+
+// Each micro-batch draws from its own generator, into memory as that of a separate pass.
+void SegmentedCalls::draw(const c10::OperatorHandle& op, const SegmentRule& rule, Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const auto generator = static_cast<size_t>(*schema.argumentIndexWithName("generator"));
+  const Stack given(stack->end() - std::ssize(schema.arguments()), stack->end());
+  torch::jit::drop(*stack, schema.arguments().size());
+  const at::NoGradGuard guard;
+  std::vector<at::Tensor> rows;
+  for (int64_t segment = 0; segment < segments_; ++segment) {
+    Stack part = given;
+    part[generator] = generators_[static_cast<size_t>(segment)];
+    for (const auto& [argument, size] : rule.sizes) part[argument] = size;
+    at::Tensor written;
+    change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
+      for (const auto& [sliced, dimension] : rule.slices) {
+        if (sliced != position) continue;
+        const at::Tensor taken = take_rows(tensor, dimension, segment, segments_);
+        if (position > 0 || !is_in_place(op)) return taken;
+        written = tensor.narrow(dimension, segment * (tensor.size(dimension) / segments_),
+                                tensor.size(dimension) / segments_);
+        return taken.is_non_overlapping_and_dense() ? taken : taken.clone();
+      }
+      return tensor;
+    });
+    op.callBoxed(&part);
+    at::Tensor result = part.back().toTensor();
+    if (!written.defined())
+      rows.push_back(std::move(result));
+    else if (written.const_data_ptr() != result.const_data_ptr())
+      written.copy_(result);
+  }
+  stack->emplace_back(is_in_place(op) ? given.front() : at::cat(rows, rule.results.front()));
 }
 
 }  // namespace lockstep

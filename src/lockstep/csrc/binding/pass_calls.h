@@ -2,21 +2,26 @@
 //
 //     recorded     their names, arguments and results, of tensors only the shapes
 //     segmented    the same operators in the same order again; those that add up the rows of
-//     several
-//                  micro-batches are called for the rows of each, and the results added along the
-//                  tree
+//                  several micro-batches are called for the rows of each, and the results added
+//                  along the tree; those that draw random numbers are called for the rows of each,
+//                  with a generator of its own
 //
-// An operator is seen as autograd or Python calls it, before it is divided into others.
+// An operator is seen as autograd or Python calls it, before it is divided into others. Those that
+// are known to draw are divided, since what they call has a generator as an argument.
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -25,11 +30,19 @@ namespace lockstep {
 using torch::jit::Stack;
 
 // Sees every operator that a body calls in its thread.
-class PassCalls {
+class PassCalls : public std::enable_shared_from_this<PassCalls> {
  public:
   virtual ~PassCalls() = default;
   pybind11::object run(const pybind11::function& body);
+  // Sees what this thread calls until `end`, which another thread may call. Raises if another one
+  // does so already.
+  void begin();
+  void end();
+  bool has_ended() const { return has_ended_; }
   virtual void call(const c10::OperatorHandle& op, Stack* stack) = 0;
+
+ private:
+  std::atomic<bool> has_ended_ = false;
 };
 
 // A tensor that an operator got or returned.
@@ -39,17 +52,68 @@ struct CallTensor {
   bool is_floating_point = false, is_dense = false;
 };
 
+// Values by tensors, as long as these exist.
+template <typename Value>
+class TensorMap {
+ public:
+  void set(const at::Tensor& tensor, Value value) {
+    c10::TensorImpl* const key = tensor.unsafeGetTensorImpl();
+    std::erase_if(entries_, [](const auto& entry) { return entry.second.first.expired(); });
+    entries_.insert_or_assign(key, std::pair(Weak(tensor.getIntrusivePtr()), std::move(value)));
+  }
+  Value* find(const at::Tensor& tensor) {
+    const auto entry = entries_.find(tensor.unsafeGetTensorImpl());
+    // Another tensor may have been made where one of the entries was.
+    if (entry == entries_.end() || entry->second.first.expired()) return nullptr;
+    return &entry->second.second;
+  }
+  void clear() { entries_.clear(); }
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  std::unordered_map<c10::TensorImpl*, std::pair<Weak, Value>> entries_;
+};
+
 class RecordedCalls : public PassCalls {
  public:
+  // `restores`: the state of the default generator after each operator that draws from it.
+  // `keeps`: copies of the arguments, with which a pass over several micro-batches, the first of
+  // which is the same, compares its own, if this one is its `first`.
+  RecordedCalls(bool restores, bool keeps, std::shared_ptr<const RecordedCalls> first)
+      : restores_(restores), keeps_(keeps), first_(std::move(first)) {}
   void call(const c10::OperatorHandle& op, Stack* stack) override;
-  pybind11::list calls;  // (name, overload, arguments, results)
+  void seed(const std::vector<uint64_t>&) {}
+  void finish(const std::vector<at::Tensor>&) {}
+  // (name, overload, arguments, results, whether it has drawn, for each tensor among the arguments
+  // the numbers of turns by which its first rows may be those of `first`, and the numbers of the
+  // calls that have returned the tensors; -1 for others)
+  pybind11::list calls;
+
+ private:
+  pybind11::list compare_arguments(const Stack& stack, size_t count);
+  pybind11::list find_sources(const Stack& stack, size_t count);
+  void remember_results(const Stack& stack, size_t count);
+  // Lets the first micro-batch have the numbers that `first` has drawn.
+  void repeat_draw(const Stack& stack);
+  bool restores_, keeps_;
+  std::shared_ptr<const RecordedCalls> first_;
+  std::vector<std::vector<at::Tensor>> kept_;      // of each call
+  std::unordered_map<int64_t, at::Tensor> drawn_;  // by the numbers of the calls
+  TensorMap<int64_t> returned_;                    // by which call
 };
 
 // How an operator is called for the rows of each micro-batch.
+//
+//     dimension 1 of the shape (2, 12) for 3 micro-batches:
+//     1 turn     0 0 0 0 1 1 1 1 2 2 2 2
+//     2 turns    0 0 1 1 2 2 0 0 1 1 2 2
 struct SegmentRule {
   std::vector<std::pair<size_t, int64_t>> slices;  // tensors by their position, and their dimension
   std::vector<int64_t> results;                    // the dimension of the rows; -1: is added
   std::vector<std::pair<size_t, int64_t>> sizes;   // arguments, and their values for a micro-batch
+  bool draws = false;                              // each micro-batch has a generator
+  int64_t turns = 1;                               // in which the rows of micro-batches alternate
+  bool keeps_parts = false;                        // what would be added is added by `finish`
 };
 
 class SegmentedCalls : public PassCalls {
@@ -58,14 +122,23 @@ class SegmentedCalls : public PassCalls {
   SegmentedCalls(const std::vector<Expected>& calls, int64_t segments);
   void call(const c10::OperatorHandle& op, Stack* stack) override;
   void restart();
+  // Adds the parts of the gradients of parameters, after the backward pass.
+  void finish(const std::vector<at::Tensor>& parameters);
+  // Seeds the generator of each micro-batch.
+  void seed(const std::vector<uint64_t>& seeds);
   // The first operator that was not expected, or that was not called; "" if there is none.
   std::string find_difference() const;
 
  private:
   void call_segments(const c10::OperatorHandle& op, const SegmentRule& rule, Stack* stack);
+  void draw(const c10::OperatorHandle& op, const SegmentRule& rule, Stack* stack);
+  void call_parts(const c10::OperatorHandle& op, Stack* stack);
   std::vector<std::pair<c10::OperatorHandle, std::optional<SegmentRule>>> calls_;
   size_t next_ = 0;
   int64_t segments_;
+  std::vector<at::Generator> generators_;  // none if no operator draws
+  // Those of the second micro-batch and of further ones, by the tensor of the first.
+  TensorMap<std::vector<at::Tensor>> parts_;
   std::string difference_;
 };
 

@@ -50,10 +50,12 @@ PyObject* seed_scope(PyObject* parts, PyObject*) {
   HANDLE_TH_ERRORS
   static PyObject *const now_name = interned("_now"), *const last_name = interned("last"),
                          *const states_name = interned("states"),
-                         *const prefix_name = interned("prefix");
+                         *const prefix_name = interned("prefix"),
+                         *const several_name = interned("several");
   static PyObject* const no_state = PyBytes_FromString("");
   const py::object calls = get(PyTuple_GET_ITEM(parts, 1), now_name);
   if (calls.is_none()) Py_RETURN_NONE;
+  if (!get(calls, several_name).is_none()) return PyObject_CallNoArgs(PyTuple_GET_ITEM(parts, 2));
   PyObject *scope = PyTuple_GET_ITEM(parts, 3), *given = PyTuple_GET_ITEM(parts, 4);
   const bool is_loss = given == Py_None;
   const int64_t number = PyLong_AsLongLong(scope);
@@ -69,7 +71,7 @@ PyObject* seed_scope(PyObject* parts, PyObject*) {
   const int64_t call =
       (is_loss ? get(calls, last_name) : py::reinterpret_borrow<py::object>(given)).cast<int64_t>();
   const py::bytes prefix = get(calls, prefix_name);
-  auto& seeder = py::handle(PyTuple_GET_ITEM(parts, 0)).cast<UnitSeeder&>();
+  auto& seeder = py::handle(PyTuple_GET_ITEM(parts, 0)).cast<ScopeSeeder&>();
   seeder.seed(static_cast<std::string_view>(prefix), number, call);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -19,7 +19,7 @@ from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.tools.check.layouts import Layout
-from lockstep.training.trainer_hooks import ObservedTrainer, SessionComplete
+from lockstep.training.session import ObservedTrainer, SessionComplete
 
 __all__ = ["CheckSession", "choose_options"]
 
@@ -65,6 +65,11 @@ class CheckSession:
         if min(counts) >= self.steps or max(counts) >= WAIT_FACTOR * self.steps:
             raise SessionComplete
 
+    def settle(self) -> None:
+        """Commit the last step of each loop, after the program has ended."""
+        for trainer in self._trainers:
+            trainer.settle()
+
     def record_unfinished(self) -> None:
         """Record the incomplete fingerprints of steps that were begun and not committed."""
         for trainer in self._trainers:
@@ -80,6 +85,7 @@ class CheckedTrainer:
     def __init__(self, session: CheckSession, number: int, trainer: ObservedTrainer) -> None:
         self._session = session
         self._trainer = trainer
+        self.settle = trainer.settle
         self.steps = 0  # committed
         self.fingerprinter = Fingerprinter(
             number,

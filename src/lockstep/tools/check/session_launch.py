@@ -21,7 +21,7 @@ from lockstep.kernel.errors import RankError
 from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.signals import exiting_on_sigterm
-from lockstep.training.trainer_hooks import SessionComplete, open_session
+from lockstep.training.session import SessionComplete, open_session
 
 __all__ = ["SessionRun", "launch_session", "run_script"]
 
@@ -30,8 +30,8 @@ TAIL = 12
 
 Start = Callable[..., tuple[Any, Callable[[], None]]]
 """A function of `record`, which stores a value, of a folder, and of further arguments. It returns a
-session and a function that runs the program. The method `record_unfinished` of the session is
-called if the program fails."""
+session and a function that runs the program. The method `settle` of the session is called when the
+program has ended, and `record_unfinished` if it fails."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,21 @@ def _run_rank(
         session, run = start(lambda value: pickle.dump(value, file), folder, *arguments)
         try:
             with open_session(session), launch_in_this_process():
-                run()
+                _run_to_end(run)
+                session.settle()
         except SessionComplete:
             pass
-        except BaseException as error:
-            if isinstance(error, SystemExit) and error.code in (None, 0):
-                return
+        except BaseException:
             session.record_unfinished()
+            raise
+
+
+def _run_to_end(run: Callable[[], None]) -> None:
+    """Run the program, which may end by `sys.exit(0)`."""
+    try:
+        run()
+    except SystemExit as error:
+        if error.code not in (None, 0):
             raise
 
 

@@ -27,8 +27,10 @@ COLUMNS = (
     "argument of ls.Trainer", "parameters", "gradients", "optimizer", "activations", "process",
     "per rank", "per host", "in memory", "network", "verdict",
 )  # fmt: skip
-OPTIONAL = ("in memory", "network", "process", "activations")
-"""Columns that a narrow terminal leaves out."""
+OPTIONAL = (
+    "in memory", "network", "process", "activations", "gradients", "parameters", "optimizer",
+)  # fmt: skip
+"""Columns that a narrow terminal leaves out, in this order."""
 
 COMPUTED = (
     "The model does not fit on this host, so a step was computed without memory: workspaces of "

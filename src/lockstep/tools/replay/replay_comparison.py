@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,8 +131,9 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Repla
     microbatch = request.microbatch
     losses = "losses of the micro-batches"
     if microbatch is not None:
-        alone = [loss if m == microbatch else None for m, loss in enumerate(step.losses)]
-        step = replace(step, loss=None, norm=None, losses=tuple(alone))
+        step = replace(step, loss=None, norm=None, losses=_keep_one(step.losses, microbatch))
+        # On several ranks, the replay computes the others, too.
+        replayed = replace(replayed, losses=_keep_one(replayed.losses, microbatch))
         digest = None
         losses = f"loss of micro-batch {microbatch}"
     values = {
@@ -151,6 +152,11 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Repla
         differences[MOST_NAMED:] = [f"and {len(differences) - MOST_NAMED} more"]
     compared = tuple(name for name, value in values.items() if value is not None)
     return replace(result, differences=tuple(differences), compared=compared)
+
+
+def _keep_one(losses: Sequence[float | None], microbatch: int) -> tuple[float | None, ...]:
+    """Return the losses of the micro-batches, with None for all but one."""
+    return tuple(loss if m == microbatch else None for m, loss in enumerate(losses))
 
 
 def _compare_stop(result: ReplayComparison) -> ReplayComparison:

@@ -23,7 +23,7 @@ from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.tools.replay.result import ReplayedStep, ReplayRequest
 from lockstep.tools.replay.single_microbatch import LoneMicrobatch
-from lockstep.training.trainer_hooks import (
+from lockstep.training.session import (
     ObservedTrainer,
     RecordingObserver,
     SessionComplete,
@@ -56,6 +56,7 @@ class ReplaySession:
         self.trainer = trainer
         self._checkpoint = checkpoint
         self._counts: Counter[int | None] = Counter()  # trainers per call of `launch`
+        self._observed: ObservedTrainer | None = None
 
     def options(
         self, model: nn.Module | Sequence[Any], given: PipelineConfig
@@ -70,7 +71,13 @@ class ReplaySession:
         self._counts[launch] += 1
         if (launch, number) != self.trainer:
             return UnobservedTrainer()
+        self._observed = trainer
         return ReplayedTrainer(self, trainer, self._checkpoint)
+
+    def settle(self) -> None:
+        """Commit the last step of a loop, after the program has ended."""
+        if self._observed is not None:
+            self._observed.settle()
 
     def record_unfinished(self) -> None:
         """Do nothing: a step that fails has no results."""

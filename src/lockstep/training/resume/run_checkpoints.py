@@ -69,7 +69,8 @@ class RunCheckpoints:
             decided when the trainer is resumed or begins.
 
     Raises:
-        UsageError: Another process uses the folder.
+        UsageError: Another process uses the folder, or a registered handle of `ls.exact` has no
+            optimizers.
         FileError: The folder cannot be created.
     """
 
@@ -80,6 +81,12 @@ class RunCheckpoints:
         run: RunRecord,
         member: Membership | None,
     ) -> None:
+        for name, value in config.stateful.items():
+            if isinstance(value, Services) and not value.engine.options.has_optimizers:
+                raise UsageError(
+                    f"stateful[{name!r}] is a handle of ls.exact without optimizers, whose states "
+                    "would be missing in checkpoints: write ls.exact(model, optimizer)"
+                )
         global _latest
         if _latest is not None:
             _latest.close()
@@ -490,6 +497,9 @@ def _is_trainer(registered: Stateful) -> bool:
 
 def collect_objects(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
     """Return the states of the registered objects; that of a trainer is not copied."""
+    for value in stateful.values():
+        if isinstance(value, Services):
+            value.engine.settle()  # the step of a loop, which is counted at its next call
     sources = {
         name: value.engine.state if isinstance(value, Services) else value
         for name, value in stateful.items()
