@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from types import FrameType
 from typing import Any
 
@@ -90,13 +91,14 @@ class LoopWatch:
         return [*states, *(_hash_tensors(holder.value) for holder in self._modules)]
 
 
-def watch_loop(step: StepContext, items: Iterator[Any]) -> Iterator[Any]:
-    """Yield the micro-batches of a step to a loop that is watched."""
+def watch_loop(step: StepContext, items: Any) -> Iterator[Any]:
+    """Yield the micro-batches of a step, from a generator, to a loop that is watched."""
     watch = LoopWatch(step)
-    for item in items:
-        watch.begin()
-        yield item
-        watch.end()
+    with closing(items):  # at once after `break`, before the step is undone
+        for item in items:
+            watch.begin()
+            yield item
+            watch.end()
 
 
 def _find_script_frame(frame: FrameType | None) -> FrameType | None:
