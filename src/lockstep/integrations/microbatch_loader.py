@@ -122,7 +122,7 @@ class MicrobatchLoader:
         loader: The DataLoader, whose batches have the size of a micro-batch.
         microbatches: The number of micro-batches of a batch.
         seed: The random seed of the order and of the loading of samples.
-        known: Samplers whose order is a permutation, besides those of torch.
+        known: Samplers other than those of torch whose order is a permutation.
         shuffle: Whether to shuffle a dataset without a sampler of the user's own; None to do what
             the DataLoader does.
 

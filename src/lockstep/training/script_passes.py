@@ -289,7 +289,7 @@ class SampleLoop:
 
 
 def average(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean over some samples, with the same bits wherever they are in memory."""
+    """Return the mean over some samples, with the same bits at any address."""
     copy = values.detach().clone()
     return (copy if copy.is_floating_point() else copy.float()).mean()
 
