@@ -37,6 +37,7 @@ from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import align_tensors
 from lockstep.data.microbatch_sampler import (
+    LoadedHere,
     MicrobatchConsumer,
     MicrobatchSampler,
     MicrobatchSource,
@@ -217,6 +218,8 @@ class MicrobatchLoader:
                 batch = [item, *islice(items, own - 1)]
                 for _ in batch[1:]:
                     self._planned.popleft()
+                # What the framework's hooks draw before the first micro-batch is of no rank.
+                LoadedHere.end()
                 yield Microbatches(align_tensors(batch), planned.samples)
 
 

@@ -84,7 +84,9 @@ class StateMutationCheck(StepHook, StepObserver):
         if step.number < FIRST or step.number % GRAPHS_EVERY == 0:
             step.observers.append(self)
             self._backwards = {}
-            self._begun = count_operations() if batch is None else -1
+            if batch is None:
+                self._begun = count_operations()
+                step.backward_checks.append(self._note_backward)
         return self._explaining(step) if self._failure else None
 
     @contextmanager
@@ -127,10 +129,9 @@ class StateMutationCheck(StepHook, StepObserver):
             }
             require_same_weights(hashes, step.label.about, step.parallel.group)
 
-    def begin_backward(self, microbatch: int) -> None:
+    def _note_backward(self, microbatch: int) -> None:
         """Note which operations belong to the micro-batches so far."""
-        if self._begun >= 0:
-            self._backwards[microbatch] = count_operations()
+        self._backwards[microbatch] = count_operations()
 
     def record_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
         """Compare the leaves of a graph with the parameters that trainers hold."""
