@@ -55,6 +55,7 @@ class HyperparameterCheck(StepHook, StepObserver):
     """
 
     name = "hyperparameters"
+    allows_groups = True
 
     def __init__(
         self,
