@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
+from lockstep.comm.shared_memory import empty_shared
 
 SIZES = [4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 
@@ -30,7 +31,7 @@ def all_reduce(seconds: float) -> list[tuple[int, dict[str, list[float]]]]:
         cases = {
             "gloo": (None, torch.empty(numel)),
             "private": (ours, torch.empty(numel)),
-            "in the segment": (ours, ls.empty_shared(numel)),
+            "in the segment": (ours, empty_shared(numel)),
         }
         times: dict[str, list[float]] = {name: [] for name in [*cases, "memory copy"]}
         until = time.perf_counter() + seconds

@@ -1,6 +1,6 @@
 """The memory that `lockstep plan` predicts, beside the memory that ranks take.
 
-    python -m benchmarks.plan [--ranks 2,4] [--models mlp,transformer,resnet18] [--storages ...]
+    python -m benchmarks.plan [--ranks 2,4] [--models mlp,perceptron,...] [--storages shared,...]
 
 Each model is measured on one rank, as by the command, and trained in each layout for a few
 steps. The measured value is the peak of the proportional set size of a rank: anonymous pages and
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,11 @@ def build(name: str) -> Workload:
     if name == "mlp":
         network = NETWORKS["25m"]
         return Workload(network.model(), *network.batch(256, seed=0))
+    if name == "perceptron":
+        sizes = (784, 2048, 4096, 1000)
+        layers = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.ReLU())]
+        model = nn.Sequential(*layers[:-1])
+        return Workload(model, torch.randn(256, 784), torch.randint(1000, (256,)))
     if name == "transformer":
         width, words, tokens, samples = 512, 8000, 64, 8
         layers = [
@@ -100,7 +106,7 @@ def measure(name: str, storage: str, ranks: int) -> float:
 def main() -> None:
     """Print a row per model, number of ranks and storage."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default="mlp,transformer,resnet18")
+    parser.add_argument("--models", default="mlp,perceptron,transformer,resnet18")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--storages", default=",".join(STORAGES))
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)

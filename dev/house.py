@@ -18,7 +18,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -57,7 +57,7 @@ TRAINER = ("training.trainer",)
 """The module of the trainer."""
 
 METHODS, ATTRIBUTES = 25, 15
-"""A class with more has a comment before it that begins with `REASON`."""
+"""A class with more, its own or inherited, has a comment before it that begins with `REASON`."""
 
 REASON = "# It has many "
 
@@ -144,17 +144,27 @@ def find_imported_modules(source: str, modules: Iterable[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class ClassSize:
-    """The size of a class: its methods, and the attributes that it declares or assigns."""
+    """The methods of a class, and the attributes that it declares or assigns."""
 
     name: str
-    methods: int
-    attributes: int
+    bases: tuple[str, ...]
+    methods: frozenset[str]
+    attributes: frozenset[str]
     has_reason: bool
 
     @property
     def is_large(self) -> bool:
         """Whether it has more methods or attributes than a class should have."""
-        return self.methods > METHODS or self.attributes > ATTRIBUTES
+        return len(self.methods) > METHODS or len(self.attributes) > ATTRIBUTES
+
+    def inherit(self, classes: Mapping[str, ClassSize]) -> ClassSize:
+        """Return the class with what it inherits from others; what it overrides counts once."""
+        bases = [classes[name].inherit(classes) for name in self.bases if name in classes]
+        return replace(
+            self,
+            methods=self.methods.union(*(base.methods for base in bases)),
+            attributes=self.attributes.union(*(base.attributes for base in bases)),
+        )
 
 
 def measure_classes(source: str) -> Iterator[ClassSize]:
@@ -182,7 +192,14 @@ def measure_classes(source: str) -> Iterator[ClassSize]:
         while first > 0 and lines[first - 1].startswith("#"):
             first -= 1
         has_reason = lines[first].startswith(REASON)
-        yield ClassSize(node.name, len(methods), len(attributes), has_reason)
+        bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+        yield ClassSize(
+            node.name,
+            tuple(base.id for base in bases if isinstance(base, ast.Name) and base.id != node.name),
+            frozenset(method.name for method in methods),
+            frozenset(attributes),
+            has_reason,
+        )
 
 
 class House:
@@ -280,13 +297,15 @@ class House:
         )
 
     def list_classes(self) -> list[tuple[str, ClassSize]]:
-        """Return the classes with their modules, the largest first."""
+        """Return the classes with what they inherit and their modules, the largest first."""
         sizes = [
             (module, size)
             for module, source in self.sources.items()
             for size in measure_classes(source)
         ]
-        return sorted(sizes, key=lambda pair: -pair[1].methods - pair[1].attributes)
+        known = {size.name: size for _, size in sizes}
+        whole = [(module, size.inherit(known)) for module, size in sizes]
+        return sorted(whole, key=lambda pair: -len(pair[1].methods) - len(pair[1].attributes))
 
 
 def find_exceeded(measured: Mapping[str, float]) -> list[str]:
@@ -316,7 +335,9 @@ def main(arguments: list[str]) -> int:
         if not size.is_large:
             continue
         note = "" if size.has_reason else ", without a reason"
-        print(f"{module}.{size.name}: {size.methods} methods, {size.attributes} attributes{note}")
+        methods = len(size.methods)
+        attributes = len(size.attributes)
+        print(f"{module}.{size.name}: {methods} methods, {attributes} attributes{note}")
     files, classes = house.list_repeated_names()
     print(f"repeated file names: {', '.join(files)}\nrepeated class names: {', '.join(classes)}")
     return 0

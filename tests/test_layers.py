@@ -17,6 +17,7 @@ LAYERS = [
         "formatting",
         "devices",
         "checksum",
+        "compiled_wrapper",
         "messages",
         "processor_core",
         "name_conflict",

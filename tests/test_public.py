@@ -27,20 +27,16 @@ NAMES = [
     "PipelineConfig",
     "Trainer",
     "accuracy",
-    "build",
     "digest",
-    "empty_shared",
     "exact",
     "init",
     "launch",
     "load_weights",
-    "local_rank",
     "loggers",
     "partition",
     "rank",
     "shutdown",
     "target_weight",
-    "world",
     "world_size",
 ]
 
@@ -174,3 +170,9 @@ def test_the_reference_has_every_public_name_once():
 def test_a_name_that_left_says_what_takes_its_place():
     with pytest.raises(AttributeError, match=r"torch.nn.parallel.DistributedDataParallel.*exact"):
         _ = ls.DistributedDataParallel
+
+
+def test_lockstep_run_imports_elastic_runs_only_for_one():
+    found = imported_by("-c", "import lockstep.tools.commands.run")
+    assert "lockstep.launcher.launch_script" in found
+    assert not [name for name in found if name.startswith("lockstep.elastic")]

@@ -79,7 +79,15 @@ def test_a_large_class_says_why():
     for comment, has_reason in comments.items():
         (size,) = measure_classes(f"x = 1\n\n\n{comment}@final\nclass A:\n{attributes}")
         assert (size.is_large, size.has_reason) == (True, has_reason)
-    assert HOUSE.measure()["large classes without a reason"] == 0
+
+
+def test_what_a_class_inherits_counts_once():
+    source = (
+        "class A:\n    x: int\n    def f(self): self.y = 1\nclass B(A):\n    def f(self): ...\n"
+    )
+    sizes = {size.name: size for size in measure_classes(source)}
+    whole = sizes["B"].inherit(sizes)
+    assert (whole.methods, whole.attributes) == ({"f"}, {"x", "y"})
 
 
 def test_docstrings_comments_and_blank_lines_are_no_code():

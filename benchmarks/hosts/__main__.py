@@ -15,7 +15,7 @@ from benchmarks.hosts.table import call_lines, train_lines
 from lockstep.cli import run
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError, WorkError
-from lockstep.tools.commands.bench import command_line, describe_machine
+from lockstep.tools.commands.bench import describe_command, describe_machine
 
 __all__ = ["command"]
 
@@ -53,7 +53,7 @@ def command(**flags: Any) -> None:
         rates = [float(each) or None for each in flags["mbit"].split(",")]
     except ValueError:
         raise UsageError("--sizes and --mbit are numbers, by commas") from None
-    machine, typed = describe_machine(), command_line()
+    machine, typed = describe_machine(), describe_command()
     click.echo(f"# {machine}\n# {typed}")
     found = []
     for rate in rates:

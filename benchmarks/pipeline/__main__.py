@@ -12,7 +12,7 @@ from benchmarks.progress import Progress, about, status
 from lockstep.cli import run
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError, WorkError
-from lockstep.tools.commands.bench import command_line, describe_machine
+from lockstep.tools.commands.bench import describe_command, describe_machine
 
 if TYPE_CHECKING:
     from benchmarks.pipeline.case import Case
@@ -59,7 +59,7 @@ def command(**flags: Any) -> None:
     splits = checked(flags)
     names = contenders(flags["vs"])
     check_memory(flags, names)
-    machine, typed = describe_machine(), command_line()
+    machine, typed = describe_machine(), describe_command()
     expected = estimate(flags, splits, names)
     click.echo(f"# {machine}\n# {typed}\n# {len(names) + 1} contenders: {about(expected)}")
     everything = measured(flags, splits, names, Progress(expected))

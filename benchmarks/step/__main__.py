@@ -16,7 +16,7 @@ from lockstep.formatting import format_size
 from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.tools.commands.bench import (
     RANKS_HELP,
-    command_line,
+    describe_command,
     describe_machine,
 )
 from lockstep.tools.commands.options import parse_rank_counts
@@ -69,7 +69,7 @@ def command(**flags: Any) -> None:
     cases = wanted(flags)
     names = contenders(flags["vs"])
     check_memory(cases, names, max(counts))
-    machine, typed = describe_machine(), command_line()
+    machine, typed = describe_machine(), describe_command()
     seconds = max(flags["seconds"], flags["rounds"] * flags["block"])
     expected = estimate(cases, names, counts, widths, seconds)
     click.echo(f"# {machine}\n# {typed}\n# {told(cases, names, counts)}: {about(expected)}")

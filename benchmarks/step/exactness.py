@@ -22,6 +22,7 @@ from benchmarks.step.contenders import Case
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.make_all_reduce import make_all_reduce
 from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
+from lockstep.comm.shared_memory import empty_shared
 from lockstep.data_parallel.planned_buckets import BUCKET_BYTES
 from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.splitting import split_evenly
@@ -105,9 +106,7 @@ def along_tree(case: Case) -> Callable[[], object]:
 def in_any_order(case: Case) -> Callable[[], object]:
     """Return the sum of one tensor a rank in the same buckets, in the backend's own order."""
     buckets, values = gradients(case)
-    memory = [
-        lockstep.empty_shared(bucket.length, dtype=bucket.dtype).zero_() for bucket in buckets
-    ]
+    memory = [empty_shared(bucket.length, dtype=bucket.dtype).zero_() for bucket in buckets]
 
     def call() -> None:
         works = []

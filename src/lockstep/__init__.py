@@ -17,18 +17,14 @@ if TYPE_CHECKING:
     from lockstep.audit.audit_config import AuditConfig as AuditConfig
     from lockstep.checkpoint.save_schedule import CheckpointConfig as CheckpointConfig
     from lockstep.checksum import digest as digest
-    from lockstep.comm.shared_memory import empty_shared as empty_shared
     from lockstep.data.dataset_partition import partition as partition
     from lockstep.data_parallel.single_process import DataParallel as DataParallel
     from lockstep.kernel.errors import LockstepError as LockstepError
     from lockstep.launcher.launch import launch as launch
     from lockstep.launcher.world import init as init
-    from lockstep.launcher.world import local_rank as local_rank
     from lockstep.launcher.world import rank as rank
     from lockstep.launcher.world import shutdown as shutdown
-    from lockstep.launcher.world import world as world
     from lockstep.launcher.world import world_size as world_size
-    from lockstep.model.deferred_init import build as build
     from lockstep.model.forward import DatasetMetric as DatasetMetric
     from lockstep.model.forward import accuracy as accuracy
     from lockstep.model.target_weights import target_weight as target_weight
@@ -44,13 +40,10 @@ if TYPE_CHECKING:
 PUBLIC = {
     "launch": "launcher.launch",
     "init": "launcher.world",
-    "world": "launcher.world",
     "rank": "launcher.world",
     "world_size": "launcher.world",
-    "local_rank": "launcher.world",
     "shutdown": "launcher.world",
     "partition": "data.dataset_partition",
-    "empty_shared": "comm.shared_memory",
     "exact": "training.exact_setup",
     "Trainer": "training.trainer",
     "OptimizerConfig": "training.optimizer_config",
@@ -64,7 +57,6 @@ PUBLIC = {
     "digest": "checksum",
     "DataParallel": "data_parallel.single_process",
     "Driver": "tools.remote.driver",
-    "build": "model.deferred_init",
     "load_weights": "training.weights_file",
     "LockstepError": "kernel.errors",
 }

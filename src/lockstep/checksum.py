@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lockstep.compiled_wrapper import unwrap
 from lockstep.kernel.errors import UsageError
 from lockstep.sharded_tensors import gather, local_part
 
@@ -127,7 +128,7 @@ def digest(state: Mapping[str, Any] | torch.nn.Module) -> str:
 def _named_tensors(state: object) -> dict[str, torch.Tensor]:
     """Return the tensors and numbers of a state dict or module, by name."""
     if isinstance(state, torch.nn.Module):
-        state = getattr(state, "_orig_mod", state).state_dict()  # without torch.compile's prefix
+        state = unwrap(state).state_dict()  # without torch.compile's prefix
     if not isinstance(state, Mapping):
         kind = type(state).__name__
         own = ": call its method digest()" if hasattr(state, "digest") else ""

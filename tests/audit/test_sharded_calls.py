@@ -148,3 +148,25 @@ def test_a_fault_of_one_rank_is_reported(ranks, name, capfd):
     assert re.search(
         r"step 0, micro-batch 3: rank 1 \(.*, core \d+\) computed a wrong result", said
     )
+
+
+def leave_out_a_microbatch() -> str:
+    """Take an audited step in which the micro-batch of rank 1 has a weight of 0."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    network = nn.Linear(6, 3)
+    fully_shard(network)
+    exact = ls.exact(network, 2)
+    exact.begin()
+    loss = network(torch.randn(4, 6)).square().mean()
+    try:
+        exact.weigh(loss, weight=1.0 - ls.rank()).backward()
+    except LockstepError as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_a_rank_whose_step_fails_takes_part_in_no_repetition_of_the_others(ranks):
+    for said in ranks(leave_out_a_microbatch, 2):
+        assert "micro-batch 1 has a weight of 0" in said

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lockstep as ls
 from lockstep.comm import backend
-from lockstep.comm.shared_memory import is_shared
+from lockstep.comm.shared_memory import empty_shared, is_shared
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
@@ -124,9 +123,9 @@ def test_long_messages_arrive_where_memory_may_not_be_read(ranks, unreadable, mo
 
 
 def shared_memory() -> list[object]:
-    tensor = ls.empty_shared(2, 3, dtype=torch.bfloat16)
+    tensor = empty_shared(2, 3, dtype=torch.bfloat16)
     ordinary = torch.ones(6)
-    big = ls.empty_shared(100_000)
+    big = empty_shared(100_000)
     big.fill_(dist.get_rank())
     dist.all_reduce(big)
     return [tensor.shape, tensor.dtype, is_shared(tensor), is_shared(ordinary), is_shared(big[5:]),
@@ -141,7 +140,7 @@ def test_empty_gives_a_tensor_in_shared_memory(ranks):
 def test_memory_comes_back_when_a_tensor_goes():
     native = backend.load_native()
     before = native.heap_bytes()
-    tensor = ls.empty_shared(1000)
+    tensor = empty_shared(1000)
     view = tensor[10:]
     del tensor
     assert native.heap_bytes() >= before + 4000
@@ -152,7 +151,7 @@ def test_memory_comes_back_when_a_tensor_goes():
 @pytest.mark.parametrize("size", [1 << 42, 1 << 58])  # more than memory, more than addresses
 def test_too_much_memory_is_an_error(size):
     with pytest.raises(RuntimeError, match=r"^cannot (reserve|map) \d+ MiB of shared memory: "):
-        ls.empty_shared(size)
+        empty_shared(size)
 
 
 # ---- bits ----
@@ -161,7 +160,7 @@ def test_too_much_memory_is_an_error(size):
 def bits_of_sums() -> list[list[int]]:
     found = []
     for numel in (5, 40_000):
-        for place in (torch.empty, ls.empty_shared):
+        for place in (torch.empty, empty_shared):
             tensor = place(numel)
             generator = torch.Generator().manual_seed(dist.get_rank())
             tensor.copy_(torch.randn(numel, generator=generator) * 1e3)

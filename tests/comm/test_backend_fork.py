@@ -20,7 +20,7 @@ import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.comm.bucket import Bucket, Member
 from lockstep.comm.native_all_reduce import NativeAllReduce
-from lockstep.comm.shared_memory import create_group_tensor
+from lockstep.comm.shared_memory import create_group_tensor, empty_shared
 from placed import join
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
@@ -228,7 +228,7 @@ def test_a_forked_child_of_a_rank_across_hosts_is_refused_too():
 
 
 def use_private_memory() -> list[float]:
-    return in_child(lambda: ls.empty_shared(3).fill_(2.0).tolist())
+    return in_child(lambda: empty_shared(3).fill_(2.0).tolist())
 
 
 def test_a_forked_child_may_still_have_shared_memory_of_its_own(ranks):

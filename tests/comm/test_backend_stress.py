@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lockstep as ls
 from lockstep.comm import backend
 from lockstep.comm.collectives import all_gather_single
+from lockstep.comm.shared_memory import empty_shared
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
@@ -31,7 +31,7 @@ SMALL = {
 def tensor_for(draw: random.Random, numel: int) -> torch.Tensor:
     """Return a private tensor, or one in shared memory; the same kind on all ranks or not."""
     shared = draw.random() < 0.5 or (draw.random() < 0.2 and dist.get_rank() % 2 == 0)
-    return ls.empty_shared(numel) if shared else torch.empty(numel)
+    return empty_shared(numel) if shared else torch.empty(numel)
 
 
 def one_call(draw: random.Random, waiting: list) -> None:

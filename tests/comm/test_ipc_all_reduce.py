@@ -9,6 +9,7 @@ from lockstep.comm.bucket import plan
 from lockstep.comm.device_ipc import shares_device
 from lockstep.comm.make_all_reduce import make_all_reduce
 from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
+from lockstep.launcher import world as joined
 from simulated import ranks as simulated
 from tree_sums import bits, expected_sums, leaf_values, sums_on_a_rank
 
@@ -24,7 +25,7 @@ CASES = [
 @pytest.mark.parametrize("most", [4, pytest.param(8, marks=pytest.mark.stress)])
 def test_the_sum_is_the_tree_bit_for_bit_on_every_number_of_ranks(most):
     def compare():
-        device, wrong = ls.world().device, []
+        device, wrong = joined.world().device, []
         for ranks in range(2, dist.get_world_size() + 1):
             group = dist.new_group(range(ranks))
             if ls.rank() >= ranks:
@@ -54,11 +55,11 @@ def make(is_shared, ranks=2):
     """Return a sum of three elements of one node per rank."""
     (bucket,) = plan([3], [torch.float32], 64)
     nodes = [[(rank, rank + 1)] for rank in range(ranks)]
-    return make_all_reduce(bucket, nodes, ranks, ls.world().device, is_device_shared=is_shared)
+    return make_all_reduce(bucket, nodes, ranks, joined.world().device, is_device_shared=is_shared)
 
 
 def held(value):
-    tensor = torch.full((3,), float(value), device=ls.world().device)
+    tensor = torch.full((3,), float(value), device=joined.world().device)
     return {(ls.rank(), ls.rank() + 1): [tensor]}
 
 
@@ -66,7 +67,7 @@ def test_a_rank_may_replace_its_memory_alone_and_unmaps_all_at_shutdown():
     def replace():
         from simulated import ipc
 
-        found = shares_device(ls.world().device, None)
+        found = shares_device(joined.world().device, None)
         first, seen = make(found), []
         for turn in range(4):
             if turn == ls.rank() + 1:
@@ -83,7 +84,7 @@ def test_a_rank_may_replace_its_memory_alone_and_unmaps_all_at_shutdown():
 
 def test_sums_that_are_copied_late_are_complete_before_their_memory_is_written_again():
     def overlap():
-        device = ls.world().device
+        device = joined.world().device
         reduction = make(shares_device(device, None))
         values, seen = [held(10 * turn + ls.rank()) for turn in range(2)], []
         torch.accelerator.synchronize(device)
@@ -102,7 +103,7 @@ def test_sums_that_are_copied_late_are_complete_before_their_memory_is_written_a
 
 def test_a_rank_that_left_is_an_error_for_those_that_wait():
     def leave():
-        reduction = make(shares_device(ls.world().device, None))
+        reduction = make(shares_device(joined.world().device, None))
         reduction.launch(held(1))
         if ls.rank() == 1:
             dist.destroy_process_group()
@@ -123,7 +124,7 @@ def test_ranks_that_cannot_map_the_memory_use_the_cpu(capfd):
 
         if ls.rank() == 1:
             ipc.SimulatedIpc.open = refuse
-        found = shares_device(ls.world().device, None)
+        found = shares_device(joined.world().device, None)
         ((_, total),) = reproducible_all_reduce([make(found)], held(ls.rank()))
         return found, total.tolist()
 

@@ -79,7 +79,7 @@ def test_a_large_bucket_needs_messages_for_few_pieces(rank, monkeypatch):
     sums = dict(reproducible_all_reduce([added], {nodes_by_rank[rank][0]: values}))
     assert (sums[0].unique().item(), sums[1].unique().item()) == (3, 6)
     assert max(on_their_way) == 2
-    assert not any("_in" in vars(piece) or "_rows" in vars(piece) for piece in added._pieces)
+    assert not any("_received" in vars(piece) or "_rows" in vars(piece) for piece in added._pieces)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from contract import (
 from contract.check import Ledger
 from contract.limits import GUARANTEE_TREE, LIMITS, SMALL_PIECES, THRESHOLDS
 from lockstep.comm.hosts.identity import IDENTITY
+from lockstep.comm.shared_memory import empty_shared
 
 SIZES = (0, 1, 3, 16, 65, 1023, 4097, 65_537)  # elements; with each threshold's neighbours
 FEW_PIECES = 9_001  # elements of the largest message where pieces are small
@@ -82,7 +83,7 @@ def run_all(variant: str, folder: str) -> dict[str, Any]:
     os.environ.update(SMALL_PIECES if route and not is_on_hosts else {})
     ls.init(backend=backend, timeout=PATIENCE)
     if route == "shared" or (route == "mixed" and ls.rank() % 2):
-        plain.lie_in(lambda shape, dtype: ls.empty_shared(*shape, dtype=dtype))
+        plain.lie_in(lambda shape, dtype: empty_shared(*shape, dtype=dtype))
     place = os.open(Path(folder) / f"rank-{ls.rank()}", os.O_WRONLY | os.O_CREAT)
     note = functools.partial(noted, place)
     limits = LIMITS["gloo" if is_on_hosts else backend]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.consistency import ORDER, pack, require_same_epoch
+from lockstep.data.consistency import ORDER, pack_described, require_same_epoch
 from lockstep.kernel.errors import DisagreementError
 
 HERE = {"number of samples": 1000, "batch_size": 32, "epoch": 2, ORDER: "0f" * 16}
@@ -21,6 +21,6 @@ CHANGED = HERE | {"epoch": 3}
     ],
 )
 def test_the_rank_and_the_difference_are_named(everyone, words: str) -> None:
-    require_same_epoch([pack(HERE)] * len(everyone))
+    require_same_epoch([pack_described(HERE)] * len(everyone))
     with pytest.raises(DisagreementError, match=words):
-        require_same_epoch([pack(settings) for settings in everyone])
+        require_same_epoch([pack_described(settings) for settings in everyone])

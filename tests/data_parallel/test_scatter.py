@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data_parallel.scatter import count_samples, gather, list_tensors, take_part
+from lockstep.data_parallel.scatter import count_samples, join_outputs, list_tensors, take_part
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.splitting import count_microbatches, split_evenly
 
@@ -26,12 +26,12 @@ def test_parts_join_to_the_whole_and_gradients_split_like_it(samples, parts, dim
     spans = split_evenly(samples, count_microbatches(samples, parts))
     taken = {n: take_part(whole, span, dim, CPU) for n, span in enumerate(spans)}
     shares = {index: len(span) / samples for index, span in enumerate(spans)}
-    joined, split = gather(taken, shares, len(spans), dim, CPU)
+    joined, split = join_outputs(taken, shares, len(spans), dim, CPU)
     assert torch.equal(joined, whole)
     gradient = torch.randn(shape)
     assert torch.equal(torch.cat([split(gradient, index) for index in taken], dim), gradient)
     means = {index: part.mean() for index, part in taken.items()}
-    mean, split = gather(means, shares, len(spans), dim, CPU)
+    mean, split = join_outputs(means, shares, len(spans), dim, CPU)
     torch.testing.assert_close(mean, whole.mean())
     one = torch.ones(())
     assert [split(one, index).item() for index in means] == [
@@ -60,4 +60,4 @@ def test_parts_are_copies_and_a_tensor_given_twice_is_one():
 )
 def test_outputs_that_cannot_be_joined_are_refused(parts, dim, message):
     with pytest.raises(UsageError, match=message):
-        gather(dict(enumerate(parts)), {0: 0.5, 1: 0.5}, 2, dim, CPU)
+        join_outputs(dict(enumerate(parts)), {0: 0.5, 1: 0.5}, 2, dim, CPU)

@@ -83,6 +83,7 @@ if "PUBLISHES" in os.environ:  # this member dies once others can read its addre
 
     process_group._connect = connect
 ls.init(timeout=600)
+from lockstep.launcher.world import local_rank, world
 torch.manual_seed(1)
 
 
@@ -111,14 +112,14 @@ with trainer:
     for _ in range(12):
         inputs = torch.randn(24, 16, generator=generator)
         trainer.step((inputs, (inputs[:, 0] > 0).long()))
-        place = ls.rank(), ls.world_size(), ls.local_rank(), ls.world().local_world_size
-        print("STEP", trainer.steps, *place, ls.world().host, flush=True)
+        place = ls.rank(), ls.world_size(), local_rank(), world().local_world_size
+        print("STEP", trainer.steps, *place, world().host, flush=True)
         while trainer.steps == 7 and ls.rank() == 0 and ls.world_size() < FULL:
             time.sleep(0.01)
             if membership().poll():
                 break
 print("DIGEST", trainer.digest(), flush=True)
-print("BACKEND", ls.world().backend, type(torch.distributed.group.WORLD._get_backend(
+print("BACKEND", world().backend, type(torch.distributed.group.WORLD._get_backend(
     torch.device("cpu"))).__name__, flush=True)
 """
 

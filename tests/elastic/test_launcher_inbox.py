@@ -17,7 +17,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> tuple[queue.SimpleQueue[Any], l
     sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
     closed: list[int] = []
     monkeypatch.setattr(launcher_inbox, "receive_from_launcher", lambda timeout: sent.get())
-    monkeypatch.setattr(launcher_inbox, "close_connections", lambda: closed.append(1))
+    monkeypatch.setattr(launcher_inbox, "close_world_connections", lambda: closed.append(1))
     return sent, closed
 
 

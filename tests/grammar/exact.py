@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -136,6 +137,10 @@ def draw(seed: int) -> Loop:
     optimization = drawn.optimization
     if drawn.precision is torch.float16:  # a scaler skips the steps of each optimizer by itself
         optimization = replace(optimization, first=None, chosen=None, first_scheduler=None)
+        # If torch's fused SGD skips its first step, it leaves its momentum uninitialized.
+        kept = {k: v for k, v in optimization.optimizer.keywords.items() if k != "fused"}
+        chosen = partial(optimization.optimizer.func, *optimization.optimizer.args, **kept)
+        optimization = replace(optimization, optimizer=chosen)
     drawn = replace(drawn, optimization=optimization)
     ends: list[int | None] = []
     trained: list[tuple[int, int]] = []

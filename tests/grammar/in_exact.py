@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ class Run:
                 audit=False,
             )
         if drawn.has_checkpoints:
+            if not leg.begin and dist.get_rank() == 0:  # a case that is run again
+                shutil.rmtree(self.saved.with_suffix(""), ignore_errors=True)
+            dist.barrier()
             stateful = dict(self.script.parts)
             if drawn.has_critic:
                 stateful["critic"] = self.of_critic
@@ -345,6 +349,8 @@ class Run:
         if not self.drawn.is_managed:
             own = [self.model, *script.optimizers, *script.schedulers]
             state["own"] = [part.state_dict() for part in own]
+            # Also those that no state dict of the model has.
+            state["buffers"] = dict(self.model.named_buffers())
         if self.of_critic is not None:
             own = [self.critic.model, self.critic.optimizer, self.of_critic]
             state["critic"] = [part.state_dict() for part in own]
@@ -369,6 +375,8 @@ class Run:
             own = [self.model, *script.optimizers, *script.schedulers]
             for part, saved in zip(own, state["own"], strict=True):
                 part.load_state_dict(saved)
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(state["buffers"][name])
             if self.drawn.form == "nested":
                 self.exact.load_state_dict(state["exact"])
         for name, part in script.parts.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import optim
+
 from grammar.layouts import Layout
 from grammar.refusals import OF_SHARDS
 
@@ -13,6 +15,8 @@ __all__ = ["possible_refusals", "refusals"]
 
 OF_FULLY_SHARD = (
     "has a weight of 0, and a sharded model adds the gradients of all micro-batches",
+    "the model has parameters of several dtypes",
+    "the gradients were changed after backward",  # by a scaler
     "FSDP does not support non-contiguous parameters",
     "does not have a sharding strategy registered",
 )
@@ -50,3 +54,6 @@ def _of_model(drawn: Any) -> Iterator[str]:
         yield "which counts rows in each micro-batch"
     if "Teacher" in model:
         yield "was written during forward or backward"
+    optimizer = drawn.case.optimization.optimizer
+    if optimizer.func is optim.SGD and "fused" in optimizer.keywords and "bfloat16" in model:
+        yield "use SGD without fused=True"

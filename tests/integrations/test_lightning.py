@@ -1,4 +1,4 @@
-"""Habits of Lightning's users: the same on 1, 2 and 3 ranks.
+"""Habits of Lightning's users: the same on 1 and 3 ranks.
 
 Each training returns what its callbacks, schedulers and loggers have seen. All of them run in one
 launch per number of ranks.
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)  # one launch has all trainings of the mod
 
 MICROBATCHES, SIZE, SAMPLES = 4, 3, 41  # batches of 12, 12, 12 and 5 samples
 HELD_OUT = 17  # samples, in batches of 4
-RANKS = (1, 2, 3)
+TRAINED = (1, 3)  # numbers of ranks; on 2, only what is refused is tried
 
 Outcome = dict[str, Any]
 trainings: dict[str, Callable[[], Outcome]] = {}
@@ -622,19 +622,20 @@ def run_all() -> tuple[dict[str, Outcome], dict[str, str]]:
                 messages[name] = "it was trained"
             except Exception as error:
                 messages[name] = f"{type(error).__name__}: {error}"
-    return {name: train() for name, train in trainings.items()}, messages
+    chosen = trainings.items() if ls.world_size() in TRAINED else ()
+    return {name: train() for name, train in chosen}, messages
 
 
 @pytest.fixture(scope="module")
 def outcomes(forks: Any) -> dict[int, list[Any]]:
-    return {n: forks(run_all, n) for n in RANKS}
+    return {n: forks(run_all, n) for n in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("name", trainings)
 def test_a_habit_has_the_same_outcome_on_any_number_of_ranks(outcomes: Any, name: str) -> None:
     ((first, _),) = outcomes[1]
-    for results in outcomes.values():
-        for found, _ in results:
+    for n in TRAINED:
+        for found, _ in outcomes[n]:
             assert found[name] == first[name]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.launcher.environment import RankInfo
-from lockstep.launcher.late_ranks import LongWait, advise, describe_ranks, is_speaker
+from lockstep.launcher.late_ranks import LongWait, advise_on_late_ranks, describe_ranks, is_speaker
 
 HOST_0 = RankInfo(0, 8, 0, 2, 0, "10.0.0.1", 29500, "lockstep")
 
@@ -31,10 +31,16 @@ def test_hosts_are_not_named_where_ranks_do_not_tell_them():
 
 
 def test_what_to_check_depends_on_the_launcher():
-    assert "lockstep run was started there with --node-rank 1" in advise([2, 3], HOST_0)
-    assert "with their own --node-rank" in advise([2, 3, 4, 5], HOST_0)
-    assert "each with its own RANK, and can reach 10.0.0.1:29500" in advise([3], HOST_0)
-    assert advise([1], RankInfo(0, 2, 0, 2, launcher="srun")).startswith("check their logs")
+    assert "lockstep run was started there with --node-rank 1" in advise_on_late_ranks(
+        [2, 3], HOST_0
+    )
+    assert "with their own --node-rank" in advise_on_late_ranks([2, 3, 4, 5], HOST_0)
+    assert "each with its own RANK, and can reach 10.0.0.1:29500" in advise_on_late_ranks(
+        [3], HOST_0
+    )
+    assert advise_on_late_ranks([1], RankInfo(0, 2, 0, 2, launcher="srun")).startswith(
+        "check their logs"
+    )
 
 
 @pytest.mark.parametrize("launcher", ["lockstep", "srun", "mpiexec", "environment"])

@@ -326,9 +326,9 @@ if ls.init().rank == 0:
 
 def test_an_error_of_lockstep_is_shown_once_with_the_users_line(run, capfdbinary):
     source = """
-import lockstep as ls
+from lockstep.launcher import world
 def train():
-    ls.world()
+    world.world()
 try:
     train()
 finally:

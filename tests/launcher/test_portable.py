@@ -13,7 +13,7 @@ import pytest_lockstep
 from lockstep.comm import backend, portable_products
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher import kernel_variables, portable
-from lockstep.launcher.kernel_variables import OF_TORCH, find_missing
+from lockstep.launcher.kernel_variables import OF_TORCH, find_missing_variables
 from lockstep.launcher.run_folder import command_words
 from lockstep.tools.commands.run import command
 from processes import restoring_handlers
@@ -76,7 +76,9 @@ def test_the_variable_is_the_argument():
 @pytest.mark.skipif(MINOR not in portable.CONSTANTS, reason=f"no constant for torch {MINOR}")
 def test_kernels_that_no_variable_explains_are_named():
     def fail():
-        os.environ.update(find_missing(os.environ, {"LOCKSTEP_PORTABLE": "1", **OF_TORCH}))
+        os.environ.update(
+            find_missing_variables(os.environ, {"LOCKSTEP_PORTABLE": "1", **OF_TORCH})
+        )
         other = portable.CONSTANTS["2.13"].replace("softmax=", "softmax=0")
         with (
             mock.patch.dict(portable.CONSTANTS, {MINOR: other}),
@@ -118,8 +120,10 @@ def test_an_accelerator_is_an_error():
 def test_a_variable_with_another_value_is_an_error():
     environ = {"MKL_CBWR": "AVX2"}
     with pytest.raises(UsageError, match=r"MKL_CBWR=AVX2 contradicts portable .* needs COMPATIBLE"):
-        find_missing(environ, OF_TORCH)
-    assert find_missing({"MKL_CBWR": "compatible"}, OF_TORCH).keys() == {*OF_TORCH} - {"MKL_CBWR"}
+        find_missing_variables(environ, OF_TORCH)
+    assert find_missing_variables({"MKL_CBWR": "compatible"}, OF_TORCH).keys() == {*OF_TORCH} - {
+        "MKL_CBWR"
+    }
 
 
 def test_a_processor_without_avx2_is_an_error(monkeypatch):
@@ -127,7 +131,7 @@ def test_a_processor_without_avx2_is_an_error(monkeypatch):
     kernel_variables._find_problem.cache_clear()
     try:
         with pytest.raises(UsageError, match="an x86-64 processor with AVX2: this is aarch64"):
-            find_missing({}, OF_TORCH)
+            find_missing_variables({}, OF_TORCH)
     finally:
         kernel_variables._find_problem.cache_clear()
 

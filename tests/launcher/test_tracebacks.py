@@ -17,6 +17,7 @@ import warm
 from lockstep.comm.backend import ArgumentError
 from lockstep.kernel.errors import SampleError, UsageError
 from lockstep.launcher import tracebacks
+from lockstep.launcher import world as joined
 from lockstep.launcher.tracebacks import find_location, find_user_location, format_user_frames
 
 HERE = Path(__file__).name
@@ -25,7 +26,7 @@ SENTENCE = "this process has not joined a world: call lockstep.init() first"
 
 def raised() -> UsageError:
     with pytest.raises(UsageError) as caught:
-        ls.world()
+        joined.world()
     return caught.value
 
 
@@ -38,7 +39,7 @@ def test_lockstep_errors_are_shown_with_the_users_frames_only(capsys, monkeypatc
     line = raised.__code__.co_firstlineno + 2
     assert find_user_location(error) == f"{HERE}:{line}"
     frames = format_user_frames(error)
-    assert f"line {line}, in raised\n    ls.world()\n" in frames
+    assert f"line {line}, in raised\n    joined.world()\n" in frames
     assert frames.count("File") == 1
     show(error)
     last = f"lockstep.kernel.errors.UsageError: {SENTENCE}\n"
@@ -98,11 +99,13 @@ def test_a_notebook_shows_its_own_frames_and_keeps_its_own_handler(capsys, monke
         assert isinstance(shell.run_cell(cell).error_in_exec, ls.LockstepError)
         return capsys.readouterr().out
 
-    shell.run_cell("import lockstep as ls\ndef main():\n    ls.world()")
+    shell.run_cell(
+        "import lockstep as ls\nfrom lockstep.launcher import world\ndef main():\n    world.world()"
+    )
     tracebacks.install()
     shown = show_cell("main()")
     assert shown.endswith(f"UsageError: {SENTENCE}\n")
-    assert "in main\n    ls.world()\n" in shown
+    assert "in main\n    world.world()\n" in shown
     assert "world.py" not in shown
     assert "IPython" not in shown
     assert "world.py" in "".join(traceback.format_tb(sys.last_traceback))
@@ -125,7 +128,8 @@ def test_a_notebook_shows_its_own_frames_and_keeps_its_own_handler(capsys, monke
 
 
 def test_a_program_shows_its_own_line_and_keeps_its_own_hook():
-    program = "import sys, lockstep as ls\n{}\ndef main():\n    ls.world()\nmain()\n"
+    program = "import sys, lockstep as ls; from lockstep.launcher import world\n"
+    program += "{}\nls.rank()\ndef main():\n    world.world()\nmain()\n"
     hook = "sys.excepthook = lambda *error: print('hooked')"
     command = [sys.executable, "-c"]
     shown = [
@@ -133,8 +137,8 @@ def test_a_program_shows_its_own_line_and_keeps_its_own_hook():
         warm.run([*command, program.format(hook)], timeout=60, text=True),
     ]
     assert shown[0].stderr.splitlines()[1:] == [
-        '  File "<string>", line 5, in <module>',
-        '  File "<string>", line 4, in main',
+        '  File "<string>", line 6, in <module>',
+        '  File "<string>", line 5, in main',
         f"lockstep.kernel.errors.UsageError: {SENTENCE}",
     ]
     assert (shown[1].stdout, shown[1].stderr) == ("hooked\n", "")

@@ -21,11 +21,12 @@ import lockstep as ls
 from lockstep.comm import backend
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher import late_ranks, rendezvous
+from lockstep.launcher import world as joined
 from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
 from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.launcher.world import (
     _explain,
-    close_connections,
+    close_world_connections,
     cpu_backend,
     default_backend,
     leave_round,
@@ -49,7 +50,7 @@ def test_alone_is_a_world_of_one_in_which_collectives_work(alone):
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [1.0] * 3
-    assert ls.world() is ls.init() is world
+    assert joined.world() is ls.init() is world
     assert torch.get_num_threads() == 1
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
@@ -57,8 +58,8 @@ def test_alone_is_a_world_of_one_in_which_collectives_work(alone):
 
 def test_world_before_init_is_an_error():
     with pytest.raises(UsageError, match=r"call lockstep\.init\(\) first"):
-        ls.world()
-    assert (ls.rank(), ls.world_size(), ls.local_rank()) == (0, 1, 0)
+        joined.world()
+    assert (ls.rank(), ls.world_size(), joined.local_rank()) == (0, 1, 0)
 
 
 def test_init_with_other_arguments_is_an_error(alone):
@@ -156,12 +157,12 @@ def wait_until_connections_are_closed() -> bool:
     """Return whether the wait for another rank ends with the loss of a peer."""
     rank = ls.init(backend="gloo", timeout=60).rank
     if rank == 2:
-        close_connections()
+        close_world_connections()
         return True
     with pytest.raises(RuntimeError, match="by peer"):
         dist.recv(torch.empty(1), 2)
     if rank == 0:  # also where the connection to another rank is closed already
-        threading.Thread(target=close_connections).start()
+        threading.Thread(target=close_world_connections).start()
     with pytest.raises(RuntimeError) as caught:
         dist.recv(torch.empty(1), 1 - rank)
     return is_lost_peer(caught.value)

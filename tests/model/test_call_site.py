@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.model.call_site import CallSite, CallSites, is_user_code
+from lockstep.model.call_site import CallSite, CallSites, is_code_of_user
 from lockstep.tools.recipes import digits
 
 
@@ -76,4 +76,4 @@ def test_names_are_those_of_the_model_before_its_compilation():
     ],
 )
 def test_code_of_the_user(function: Any, is_user: bool):
-    assert is_user_code(function.__code__) == is_user
+    assert is_code_of_user(function.__code__) == is_user

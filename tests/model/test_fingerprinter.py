@@ -15,7 +15,7 @@ from lockstep.model.fingerprinter import checksums, hookable_modules
 from lockstep.tools.check.check_session import CheckSession
 from lockstep.tools.check.difference import RankFingerprint
 from lockstep.tools.check.layouts import Layout
-from lockstep.training.trainer_hooks import SessionComplete, open_session
+from lockstep.training.session import SessionComplete, open_session
 
 
 class Scaled(nn.Module):

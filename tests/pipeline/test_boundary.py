@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.boundary import (
-    allocate,
+    allocate_for,
     describe_tensor,
     flatten,
     unflatten,
@@ -21,7 +21,7 @@ from lockstep.pipeline.boundary import (
 def crossed(tensor):
     """Send a tensor to oneself, its meta as text."""
     meta = pickle.loads(pickle.dumps(describe_tensor(tensor)))
-    memory = allocate(meta, tensor.device)
+    memory = allocate_for(meta, tensor.device)
     memory[meta.padding :].copy_(view_bytes(tensor, meta))
     return view_received(memory, meta.padding, meta)
 

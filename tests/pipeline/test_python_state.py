@@ -6,7 +6,7 @@ from torch import nn
 
 from lockstep.kernel.errors import UsageError
 from lockstep.pipeline.inspection import FIRST, BlockInspector
-from lockstep.pipeline.python_state import find_python_states
+from lockstep.pipeline.python_state import find_python_state, find_python_states
 
 TABLE = {}
 LATEST = None
@@ -144,3 +144,23 @@ def test_backward_finds_what_forward_assigned_and_leaves_what_it_assigns():
     with state.restore_assigned(kept[1]):
         del block.held["x"]
     assert block.held == {}
+
+
+class LazyMapping(dict):
+    """Imports a module for each value, as the mappings of transformers do."""
+
+    def __len__(self):
+        raise ImportError
+
+    def items(self):
+        raise ImportError
+
+    keys = values = __iter__ = items
+
+
+def test_the_methods_of_a_mapping_are_not_called():
+    block = Block(lambda *_: None, LazyMapping(a=1))
+    state = find_python_state(block, "block")
+    before = state.snapshot()
+    dict.__setitem__(block.held, "b", 2)
+    assert state.find_change(before) == "block.held['b']"

@@ -9,29 +9,29 @@ import torch
 from PIL import Image
 
 from lockstep.kernel.errors import UsageError
-from lockstep.record.logged_value import describe_value
+from lockstep.record.logged_value import convert_value
 
 
 def test_numbers_of_any_type():
     weight = torch.nn.Parameter(torch.tensor(2.5))
     for value in (2.5, weight, np.float32(2.5), [2.5], weight.bfloat16()):
-        assert describe_value("x", value, "scalar") == {"value": 2.5}
-    assert describe_value("x", True, "scalar") == {"value": 1.0}
+        assert convert_value("x", value, "scalar") == {"value": 2.5}
+    assert convert_value("x", True, "scalar") == {"value": 1.0}
 
 
 def test_a_histogram_counts_every_value():
     values = torch.tensor([[0.0, 1.0], [3.0, float("nan")]])
-    found = describe_value("x", values, "histogram")["histogram"]
+    found = convert_value("x", values, "histogram")["histogram"]
     assert (found["low"], found["high"], found["nonfinite"]) == (0.0, 3.0, 1)
     assert [at for at, count in enumerate(found["counts"]) if count] == [0, 10, 29]
-    assert sum(describe_value("x", torch.empty(0), "histogram")["histogram"]["counts"]) == 0
+    assert sum(convert_value("x", torch.empty(0), "histogram")["histogram"]["counts"]) == 0
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (1, 5, 7), (3, 5, 7)])
 def test_an_image_has_the_given_pixels(shape):
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     for value in (pixels, torch.from_numpy(pixels / 255)):
-        png = base64.b64decode(describe_value("x", value, "image")["image"])
+        png = base64.b64decode(convert_value("x", value, "image")["image"])
         shown = np.asarray(Image.open(io.BytesIO(png)))
         expected = pixels.transpose(1, 2, 0) if len(shape) == 3 else pixels
         assert (shown == expected.reshape(shown.shape)).all()
@@ -49,4 +49,4 @@ def test_an_image_has_the_given_pixels(shape):
 )
 def test_other_values_get_one_sentence(value, kind, sentence):
     with pytest.raises(UsageError, match=sentence):
-        describe_value("x", value, kind)
+        convert_value("x", value, kind)

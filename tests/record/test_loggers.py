@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import lockstep as ls
 import records
 from lockstep.kernel.errors import UsageError
-from lockstep.record.logged_value import describe_value
+from lockstep.record.logged_value import convert_value
 from lockstep.record.loggers import collect_scalars
 
 STEP = {
@@ -56,7 +56,7 @@ def test_tensorboard_shows_every_name(tmp_path):
 def test_tensorboard_shows_what_a_script_logs(tmp_path):
     values = {"temperature": (0.5, "scalar"), "weights": ([1.0, 2.0, 2.0], "histogram"),
               "picture": (np.eye(4), "image")}  # fmt: skip
-    lines = [{"kind": "log", "step": 19, "name": name, **describe_value(name, *value)}
+    lines = [{"kind": "log", "step": 19, "name": name, **convert_value(name, *value)}
              for name, value in values.items()]  # fmt: skip
     feed(ls.loggers.TensorBoard(tmp_path / "tb"), [*records.whole()[:-1], *lines, records.END])
     events = EventAccumulator(str(tmp_path / "tb"))

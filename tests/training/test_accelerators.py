@@ -18,6 +18,7 @@ import models
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data_parallel.gradient_reducer import BucketExchange
 from lockstep.kernel.norm import BLOCK
+from lockstep.launcher import world as joined
 from simulated import ranks as simulated
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -118,7 +119,7 @@ def train_sparse(build, optimizer, max_grad_norm):
 
 def train_in_one_process():
     """Train on two devices of this rank."""
-    kind = ls.world().device.type
+    kind = joined.world().device.type
     devices = ["cpu", "cpu"] if kind == "cpu" else [f"{kind}:0", f"{kind}:1"]
     torch.manual_seed(2)
     model = nn.Linear(6, 10).to(devices[0])
@@ -246,7 +247,7 @@ class Forked(nn.Module):
 def train_forked():
     torch.manual_seed(1)
     trainer = ls.Trainer(Forked(), nn.CrossEntropyLoss(), SGD)
-    model = DistributedDataParallel(Forked().to(ls.world().device))
+    model = DistributedDataParallel(Forked().to(joined.world().device))
     exact = ls.exact(model)
     optimizer = SGD(model.parameters())
     share = ReplicaShare(8, on_one_host(ls.world_size()), ls.rank())
@@ -255,7 +256,7 @@ def train_forked():
         pieces = [span for _, span in share.pieces(len(inputs))]
         parts = [(inputs[p.start : p.stop], targets[p.start : p.stop]) for p in pieces]
         for part, classes in exact.microbatches(parts):
-            outputs = model(part.to(ls.world().device))
+            outputs = model(part.to(joined.world().device))
             loss = nn.functional.cross_entropy(outputs, classes.to(outputs.device))
             exact.weigh(loss, share=len(part) / len(inputs)).backward()
         optimizer.step()
@@ -316,7 +317,7 @@ def test_a_resumed_training_has_the_bits_of_the_whole_one(tmp_path):
     """Also numbers that the script draws on the device; the model changes after the copy."""
 
     def script(folder: Path, is_resumed: bool):
-        device = ls.world().device
+        device = joined.world().device
         torch.manual_seed(4)
         model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 10))
         config = ls.CheckpointConfig(every_steps=2, folder=folder)

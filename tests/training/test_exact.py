@@ -412,6 +412,21 @@ def test_a_state_of_other_settings_is_refused():
         ls.exact(network()).load_state_dict(state)
 
 
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("loads_first", [True, False])
+def test_a_state_is_loaded_before_or_after_the_loop_is_made(loads_first):
+    """The calls of the model are watched otherwise afterwards, which is no setting of it."""
+    first, model = network(), network()
+    exact = ls.exact(first, torch.optim.SGD(first.parameters(), lr=0.1), 4)
+    exact.sampler(rows(16), 8)
+    state = exact.state_dict()
+    other = ls.exact(model, torch.optim.SGD(model.parameters(), lr=0.1), 4)
+    if not loads_first:
+        other.sampler(rows(16), 8)
+    other.load_state_dict(state)
+    assert other.digest() == exact.digest()
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 
@@ -663,6 +678,15 @@ def freezes_in_batch(loop):
     changes_in_nested_batch(loop, lambda module: module.requires_grad_(False))
 
 
+def trains_another_parameter(loop):
+    scale = nn.Parameter(torch.ones(()))
+    optimizer = SGD([*loop.model.parameters(), scale])
+    for _ in range(4):
+        loop.exact.begin()
+        (loop.model(torch.randn(5, 6)).mean() * scale).backward()
+    optimizer.step()
+
+
 MISTAKES = {
     no_backward: "micro-batch 0 had no backward",
     continues_at_the_end: "step 1, micro-batch 3 had no backward",
@@ -696,6 +720,7 @@ MISTAKES = {
     steps_scheduler_too_often: r"step 1: .*lr is 0.08\d+ in micro-batch 1, and was 0.09",
     forgets_train: r"0 \(Linear\).training is False in micro-batch 1, and was True in",
     freezes_in_batch: "0.weight.requires_grad is False in micro-batch 1, and was True in",
+    trains_another_parameter: r"a parameter of shape \(\) that is not in the model takes part",
     plain_loop: "the gradients are those of this rank alone: iterate over exact.batches",
 }
 

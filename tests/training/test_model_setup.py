@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.launcher import world as joined
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -162,7 +163,7 @@ def test_blocks_that_share_a_tensor_come_to_life_together(ranks):
         layout = {
             "pipeline": ls.PipelineConfig(stages=2, schedule="interleaved", balance=[1, 1, 1, 1])
         }
-        layout = layout if ls.world().world_size == 2 else {}
+        layout = layout if joined.world().world_size == 2 else {}
         trainer = ls.Trainer(blocks, nn.MSELoss(), SGD, seed=3, **layout)
         assert first.weight is last.weight
         assert not first.weight.is_meta

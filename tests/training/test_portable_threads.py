@@ -16,8 +16,8 @@ import lockstep as ls
 import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.launcher import world
-from lockstep.model.description import THREADS, describe_environment
-from lockstep.training.resume.compatibility import find_differences
+from lockstep.model.description import THREADS, describe_torch_settings
+from lockstep.training.resume.compatibility import list_changes
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="it needs the extension")
 
@@ -91,7 +91,7 @@ def wrap(portable: bool) -> tuple[str, str]:
     with redirect_stderr(said):
         model = DistributedDataParallel(nn.Linear(3, 2))
         ls.exact(model, SGD(model.parameters()), microbatches=2)
-    return said.getvalue(), describe_environment().get(THREADS, "")
+    return said.getvalue(), describe_torch_settings().get(THREADS, "")
 
 
 def test_ls_exact_does_not_compare_or_mention_threads():
@@ -104,6 +104,6 @@ def test_ls_exact_does_not_compare_or_mention_threads():
 def test_a_portable_checkpoint_of_an_earlier_version_has_no_other_threads():
     saved = {"environment": {"portable": True}, "settings": {THREADS: "1"}, "sources": {}}
     here = saved | {"settings": {}}
-    assert not find_differences(saved, here, {})
+    assert not list_changes(saved, here, {})
     plain = here | {"environment": {}}
-    assert find_differences(saved, plain, {}) == [f"{THREADS} is None, it was 1"]
+    assert list_changes(saved, plain, {}) == [f"{THREADS} is None, it was 1"]

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.checkpoint.stop_request import StoppedOnRequest
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.record.reader import read_run
 from lockstep.training import exact_setup
 
@@ -465,3 +465,51 @@ def test_an_elastic_run_refuses_what_it_cannot_replace(monkeypatch):
             ls.exact(model, SGD(model.parameters()), microbatches=MICROBATCHES)
     finally:
         ls.shutdown()
+
+
+# --- optimizers that the trainer refuses ----------------------------------------------------------
+
+
+def shift(optimizer, arguments, options):
+    """A hook that may look at all parameters."""
+
+
+def hooked(parameters):
+    optimizer = SGD(parameters)
+    optimizer.register_step_pre_hook(shift)
+    return optimizer
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (torch.optim.Rprop, "torch cannot step the shards of parameters by Rprop"),
+        (torch.optim.Adafactor, "Adafactor does not treat each element of a parameter by itself"),
+        (hooked, "the hook shift of SGD"),
+    ],
+)
+def test_an_optimizer_whose_step_on_shards_has_other_bits_is_refused(is_given, make, said):
+    model = network()
+    fully_shard(model)
+    optimizer = make(model.parameters())
+    with pytest.raises(LockstepError, match=said):
+        take_one_step(model, optimizer, is_given)
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_fused_optimizer_that_is_broken_is_refused(is_given):
+    """It updates only the last elements, and leaves its momentum uninitialized."""
+    model = network().to(torch.bfloat16)
+    with pytest.raises(UsageError, match="use SGD without fused=True"):
+        take_one_step(model, SGD(model.parameters(), fused=True), is_given)
+
+
+def take_one_step(model, optimizer, is_given):
+    exact = ls.exact(model, optimizer if is_given else None, 2)
+    for _ in range(2):
+        exact.begin()
+        exact.weigh(model(torch.randn(4, 6, dtype=model[0].weight.dtype)).mean()).backward()
+    optimizer.step()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,7 +20,7 @@ import models
 from lockstep.checkpoint.folder import read_checkpoint
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data_parallel.sharded_norm import find_spans
-from lockstep.kernel.errors import LayoutError, LockstepError, RankError
+from lockstep.kernel.errors import LayoutError, LockstepError, RankError, UsageError
 from lockstep.training.resume import run_checkpoints
 from lockstep.training.sharded_step import require_shardable
 
@@ -85,7 +86,6 @@ def prepared(case):
 def shard(model, group, **options):
     """Call `fully_shard` with the blocks of a model, and with the model, on a group or a mesh."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
 
     is_mesh = isinstance(group, DeviceMesh)
     options["mesh"] = group if is_mesh else DeviceMesh.from_group(group, "cpu")
@@ -426,7 +426,6 @@ def wrap_a_part():
 
 
 def shard_root(model):
-    from torch.distributed.fsdp import fully_shard
 
     return fully_shard(model, ignored_params={model.scale})
 
@@ -617,3 +616,57 @@ def read_on_one_rank():
 def test_a_digest_on_one_rank_is_told_to_be_on_every_rank(ranks):
     with pytest.raises(RankError, match=r"^rank 1 returned while .*: make this call on every rank"):
         ranks(read_on_one_rank, 2)
+
+
+# --- calls outside of steps ----------------------------------------------------------------------
+
+
+def blocks_of_two():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def train_blocks(model, calls=()):
+    """Train some steps; call a module before the optimizer and the handle, between, and after."""
+    optimizer = None
+    exact = None
+    for number, call in enumerate(calls or (None, None, None)):
+        if call is not None:
+            with torch.no_grad():
+                call(torch.ones(2, 6))
+        if number == 0:
+            optimizer = ADAMW(model.parameters())
+        if number == 1:
+            exact = ls.exact(model, optimizer, microbatches=2, loggers=())
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(8, 6, generator=generator), torch.arange(8) % 3)
+    for batch in exact.batches(data, 4):
+        for samples, targets in batch:
+            hidden = model[0](samples)
+            batch.backward(F.cross_entropy(model(samples), targets) + hidden.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return exact.digest()
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot audit")
+@pytest.mark.usefixtures("world_of_one")
+def test_blocks_may_be_called_before_the_model():
+    expected = train_blocks(blocks_of_two())
+    model = blocks_of_two()
+    fully_shard(model[0])
+    fully_shard(model)
+    assert train_blocks(model, (None, model, model[0])) == expected
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    ("is_whole", "said"),
+    [(True, "parameters that are not sharded"), (False, "0 was called before the model")],
+)
+def test_a_call_that_comes_too_early_is_named(is_whole, said):
+    model = blocks_of_two()
+    fully_shard(model[0])
+    fully_shard(model)
+    with pytest.raises(UsageError, match=said):
+        train_blocks(model, (model if is_whole else model[0], None, None))

@@ -82,6 +82,16 @@ def test_the_time_between_steps_is_without_loading_and_waiting(clock, monkeypatc
     assert outside(make_step(99.0)) == 0.0  # the attempt before was undone
 
 
+def test_waiting_within_a_step_is_not_computing(clock, monkeypatch):
+    """Such as for parameters that are gathered, or for the neighbors of a stage."""
+    hook = StepUsage()
+    step = make_step(5.0)
+    hook.begin(step, None)
+    monkeypatch.setattr(Waited, "seconds", Waited.seconds + 0.25)
+    (row,) = hook.status(step).rows
+    assert (row.compute, row.idle) == (0.75, 0.25)
+
+
 def test_the_time_in_which_ranks_come_and_go_is_not_between_steps(clock):
     hook = StepUsage()
     hook.measure(make_step(5.0), usage(0))

@@ -35,7 +35,7 @@ from lockstep.record import progress as progress_module
 from lockstep.record.recorder import Recorder
 from lockstep.tools.check.check_session import CheckSession
 from lockstep.tools.check.layouts import Layout
-from lockstep.training.trainer_hooks import open_session
+from lockstep.training.session import open_session
 from outcomes import Trainings
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

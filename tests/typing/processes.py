@@ -32,6 +32,6 @@ def join() -> str:
     world = ls.init(backend="gloo", timeout=60.0, portable=False)
     part = ls.partition(digits(), [0.5, 0.5])
     digest = ls.digest({"numbers": torch.ones(3)})
-    print(world.rank, world.local_world_size, ls.world_size(), ls.local_rank(), part)
+    print(world.rank, world.local_world_size, ls.world_size(), world.local_rank, part)
     ls.shutdown()
     return digest

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import lockstep as ls
 from lockstep.data.datasets import digits
+from lockstep.model.deferred_init import build
 from lockstep.training.history import EpochResult, StepResult
 
 
@@ -44,9 +45,9 @@ def train(folder: Path) -> float:
         nn.ReLU,
         partial(nn.Linear, 16, 10),
     ]
-    ls.load_weights(ls.build(blocks, seed=1), "weights")
+    ls.load_weights(build(blocks, seed=1), "weights")
     trainer = ls.Trainer(
-        ls.build(blocks, seed=1),
+        build(blocks, seed=1),
         nn.CrossEntropyLoss(),
         [
             ls.OptimizerConfig(

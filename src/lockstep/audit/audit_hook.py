@@ -30,7 +30,7 @@ from lockstep.audit.microbatch_results import combine_hashes, find_damaged, hash
 from lockstep.audit.repetition_trace import (
     RepetitionTrace,
     StateWatch,
-    find_difference,
+    find_trace_difference,
     read_changes,
 )
 from lockstep.audit.verdict import (
@@ -366,7 +366,7 @@ class Audit(StepHook):
         messages = parallel.messages.gather(mine, about)
         owner = messages[plan.owner]
         repeater = messages[plan.repeater]
-        difference = find_difference(owner, repeater)
+        difference = find_trace_difference(owner, repeater)
         blame = find_blame(verdict.votes, difference.evidence)
         place = f"step {step.number}, micro-batch {plan.microbatch}"
         if blame == "program":

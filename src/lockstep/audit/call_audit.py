@@ -28,7 +28,7 @@ from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_plan import plan_audit
 from lockstep.audit.microbatch_results import combine_hashes, find_damaged
 from lockstep.audit.recorded_call import CannotRepeatError, RecordedCall
-from lockstep.audit.repetition_trace import RepetitionTrace, find_difference, read_changes
+from lockstep.audit.repetition_trace import RepetitionTrace, find_trace_difference, read_changes
 from lockstep.audit.verdict import (
     Computation,
     explain_processor,
@@ -44,7 +44,7 @@ from lockstep.model.call_site import class_name
 from lockstep.model.watched_calls import Arguments, ShardedModel, output_tensors
 from lockstep.processor_core import find_core, on_another_core, on_core
 
-__all__ = ["SEVERAL_CALLS", "CallAudit", "raise_failure"]
+__all__ = ["SEVERAL_CALLS", "CallAudit", "raise_by_name"]
 
 SEVERAL_CALLS = "the model is called several times per micro-batch"
 
@@ -151,6 +151,11 @@ class CallAudit:
         with self._recording() if self._is_chosen else suppress(CannotRepeatError):
             raise CannotRepeatError(reason)
 
+    def leave_out(self) -> None:
+        """Repeat no call of the current step."""
+        self._chosen = -1
+        self._recorded = None
+
     def begin_call(self, arguments: Arguments) -> Arguments:
         """Record a call of the model."""
         if self._is_chosen:
@@ -253,7 +258,7 @@ class CallAudit:
         if verdict.is_single and verdict.culprit is not None and not votes.is_dependent:
             return self._report(place, verdict.culprit, damaged, votes.changed)
         encoded = self._trace(votes)
-        difference = find_difference(encoded, encoded)
+        difference = find_trace_difference(encoded, encoded)
         blame = find_blame(verdict.votes, difference.evidence, is_dependent=votes.is_dependent)
         if blame == "program":
             changed = read_changes(encoded)
@@ -326,6 +331,6 @@ class CallAudit:
         return WorkError(f"{culprit.place} {excess}; if they do the same, pass audit=False")
 
 
-def raise_failure(kind: str, message: str) -> NoReturn:
+def raise_by_name(kind: str, message: str) -> NoReturn:
     """Raise an error that `CallAudit.find_failure` has returned on a rank, by its type's name."""
     raise {"StateError": StateError, "WorkError": WorkError}[kind](message)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.audit.audit_config import AuditConfig
-from lockstep.audit.call_audit import CallAudit, raise_failure
+from lockstep.audit.call_audit import CallAudit, raise_by_name
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step_context import Position, StepContext, StepObserver
 from lockstep.kernel.step_hooks import CommittedStep, RepeatStep, StepHook
@@ -77,7 +77,9 @@ class CallAuditHook(StepHook):
                 audit.begin_step(step.number, [])
                 stack.enter_context(calls.watch(audit.begin_call, audit.end_call))
             yield
-        for calls, audit in parts if step.failure is None else ():
+        for calls, audit in parts:
+            if step.failure is not None:
+                audit.leave_out()  # the other ranks of a sharded model ask this one nevertheless
             if (failure := audit.find_failure(calls.buffers.preserve)) is not None:
                 self._found.append({"error": [type(failure).__name__, str(failure)]})
 
@@ -125,7 +127,7 @@ class CallAuditHook(StepHook):
         for finding in findings if errors or is_wrong else ():
             self._record(finding)
         if errors:
-            raise_failure(*errors[0])
+            raise_by_name(*errors[0])
         if is_wrong:
             raise RepeatStep(f"{step.where}: the step is computed again, after a wrong result")
 

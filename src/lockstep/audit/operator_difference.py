@@ -219,9 +219,9 @@ def _first_unequal(a: Sequence[int], b: Sequence[int]) -> int | None:
 # --- which calls correspond ----------------------------------------------------------------------
 
 Pair = tuple[int | None, int | None]
-Key = Callable[[OperatorCall], Hashable]
+CallKey = Callable[[OperatorCall], Hashable]
 
-KEYS: tuple[Key, ...] = (
+KEYS: tuple[CallKey, ...] = (
     lambda call: (_find_place(call), call.arguments, call.inputs, call.outputs),
     lambda call: (_find_place(call), call.arguments, call.inputs),
     lambda call: (_find_place(call), call.arguments),
@@ -238,7 +238,7 @@ def _pairs(
     a: Sequence[OperatorCall],
     b: Sequence[OperatorCall],
     begin: tuple[int, int] = (0, 0),
-    keys: Sequence[Key] = KEYS,
+    keys: Sequence[CallKey] = KEYS,
 ) -> Iterator[Pair]:
     """Yield the indices of corresponding calls, in order; None for a call of one side alone.
 

@@ -115,6 +115,7 @@ class RecordedCall:
         self._pass = -1
         self._roots = set[int]()
         self._buffers_at_end: list[int] | None = None  # of backward
+        self._gradients_at_end: list[tuple[int, int] | None] | None = None
         self._received: dict[int, tuple[torch.Tensor, int]] = {}  # by the number of the output
         self._inputs: list[torch.Tensor] = []  # of the last repetition, if they require gradients
         self._knows_inputs = False
@@ -172,6 +173,7 @@ class RecordedCall:
         parameters = {*map(id, self._named.values()), *map(id, gathered)}
         self._roots = _find_roots(self._edges, parameters, map(_get_edge, starts))
         self._buffers_at_end = None
+        self._gradients_at_end = None
         end = weakref.WeakMethod(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(partial(_call_weakly, end))
         self._seed_backward = remembered(self._device, everything=True)
@@ -179,6 +181,14 @@ class RecordedCall:
     def _end_backward(self) -> None:
         # Activations that are computed again may have written to buffers.
         self._buffers_at_end = self._hash_buffers()
+        self._gradients_at_end = self._read_gradients()
+
+    def _read_gradients(self) -> list[tuple[int, int] | None]:
+        """Return what changes if the loop writes to gradients; nothing if torch sets them later."""
+        if self._sharded is not None:
+            return []
+        gradients = [parameter.grad for parameter in self._named.values()]
+        return [None if grad is None else (id(grad), grad._version) for grad in gradients]
 
     def finish(self, inputs: Sequence[torch.Tensor | None] = ()) -> dict[str, int]:
         """Return the hashes of the results, at the end of the backward pass.
@@ -192,6 +202,10 @@ class RecordedCall:
         has_gradients = any(parameter.grad is not None for parameter in self._named.values())
         if self._reason or (has_gradients and not self._roots):
             raise CannotRepeatError(self._reason or HIDDEN)
+        if self._gradients_at_end not in (None, self._read_gradients()):
+            raise CannotRepeatError(
+                "gradients change between backward and the end of a micro-batch"
+            )
         if self._buffers_at_end not in (None, self._hash_buffers()):
             raise CannotRepeatError("buffers change between backward and the end of a micro-batch")
         for index in sorted(self._roots):

@@ -30,7 +30,7 @@ __all__ = [
     "RepetitionTrace",
     "StateWatch",
     "TraceDifference",
-    "find_difference",
+    "find_trace_difference",
     "read_changes",
 ]
 
@@ -155,7 +155,7 @@ NOTHING = TraceDifference("none", None, None, "")
 """No operator with another result was found."""
 
 
-def find_difference(owner: bytes, repeater: bytes) -> TraceDifference:
+def find_trace_difference(owner: bytes, repeater: bytes) -> TraceDifference:
     """Return the operator that made the owner's computations differ, or those of two ranks."""
     runs: list[list[OperatorCall]] = [*pickle.loads(owner)[0], *pickle.loads(repeater)[0][1:]]
     first, *others = runs

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lockstep.kernel.errors import UsageError
 
-__all__ = ["CheckpointConfig", "CheckpointSchedule", "Stateful", "read_checkpoint"]
+__all__ = ["CheckpointConfig", "CheckpointSchedule", "Stateful", "read_checkpoint_argument"]
 
 # limits of the default interval
 LEAST_SECONDS = 10.0
@@ -82,7 +82,7 @@ class CheckpointConfig:
                 )
 
 
-def read_checkpoint(given: CheckpointConfig | bool | None) -> CheckpointConfig | None:
+def read_checkpoint_argument(given: CheckpointConfig | bool | None) -> CheckpointConfig | None:
     """Return the settings that an argument `checkpoint` selects; None: no checkpoints.
 
     Raises:

@@ -48,7 +48,7 @@ PART_TIMEOUT = 600.0  # seconds that rank 0 waits for the files of the other sta
 POLL = 0.02  # seconds between two checks for these files
 REMARK_AFTER = 60.0  # seconds of waiting for the disk
 
-Check = Callable[[], None]
+CheckFn = Callable[[], None]
 """A function that raises an exception if the checkpoint is abandoned."""
 
 
@@ -283,7 +283,7 @@ def _write_files(
     plain: dict[str, Any],
     tensors: dict[str, torch.Tensor],
     part: tuple[int, int],
-    check: Check,
+    check: CheckFn,
 ) -> dict[str, dict[str, Any]]:
     """Write and sync this rank's files; return their sizes, checksums and tensors by name."""
     kinds: dict[str, dict[str, torch.Tensor]] = {}
@@ -316,7 +316,7 @@ def _write_file(path: Path, text: bytes) -> None:
         file.write(text)
 
 
-def _await_parts(aside: Path, count: int, check: Check) -> dict[str, dict[str, Any]]:
+def _await_parts(aside: Path, count: int, check: CheckFn) -> dict[str, dict[str, Any]]:
     """Wait for the files of the other stages; return their sizes, checksums and tensors by name."""
     deadline = time.monotonic() + PART_TIMEOUT
     files: dict[str, dict[str, Any]] = {}
@@ -335,7 +335,7 @@ def _complete(
     aside: Path,
     files: dict[str, dict[str, Any]],
     step: int,
-    check: Check,
+    check: CheckFn,
 ) -> Path:
     """Write the index and the manifest, and rename the folder; return its new path."""
     shards = {name: entry.pop("tensors") for name, entry in files.items() if "tensors" in entry}

@@ -19,7 +19,7 @@ __all__ = [
     "Bucket",
     "BucketSegment",
     "Member",
-    "cut",
+    "cut_bucket",
     "parts",
     "pieces",
     "plan",
@@ -128,7 +128,7 @@ def pieces(bucket: Bucket, ranks: int) -> list[BucketSegment]:
     return segments
 
 
-def cut(bucket: Bucket, part: slice) -> Bucket:
+def cut_bucket(bucket: Bucket, part: slice) -> Bucket:
     """Return a part of a bucket; members outside of it are empty."""
     members = []
     for member in bucket.members:

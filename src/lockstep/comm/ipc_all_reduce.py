@@ -24,11 +24,13 @@ import ast
 import weakref
 
 import torch
+import torch.distributed as dist
 
 from lockstep.comm.bucket import ALIGNMENT, parts
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.device_ipc import BY_DEVICE_TYPE
-from lockstep.comm.sliced_all_reduce import SlicedAllReduce
+from lockstep.comm.reproducible_all_reduce import Held, ReproducibleAllReduce
+from lockstep.comm.slice_plan import SlicePlan
 from lockstep.devices import record_event
 
 __all__ = ["IpcAllReduce", "close_all"]
@@ -36,16 +38,28 @@ __all__ = ["IpcAllReduce", "close_all"]
 _all: weakref.WeakSet[IpcAllReduce] = weakref.WeakSet()
 
 
-class IpcAllReduce(SlicedAllReduce):
-    """The implementation for ranks that share a device; arguments as of `make_all_reduce`."""
+class IpcAllReduce(ReproducibleAllReduce):
+    """The implementation for ranks that share a device.
 
-    def _allocate(self, device: torch.device) -> None:
-        self._ipc = BY_DEVICE_TYPE[device.type]
+    Args:
+        plan: The plan of the bucket.
+        device: The device.
+        group: The process group; None is the default group.
+    """
+
+    def __init__(
+        self, plan: SlicePlan, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        self.bucket = plan.bucket
+        self.sums = plan.make_sums(device)
+        self._plan = plan
         self._device = device
-        self._widths = [len(nodes) * self._slice_bytes for nodes in self._nodes_by_rank]
-        place = self._sum_place(self._rank)
+        self._group = group
+        self._ipc = BY_DEVICE_TYPE[device.type]
+        self._widths = [len(nodes) * plan.slice_bytes for nodes in plan.nodes_by_rank]
+        place = self._sum_place(plan.rank)
         self._own = self._ipc.allocate(max(place.stop, ALIGNMENT), device)
-        self._rows = self._own[: place.start].view(self._ranks, self._widths[self._rank])
+        self._rows = self._own[: place.start].view(plan.ranks, self._widths[plan.rank])
         self._memory: list[torch.Tensor] = []  # of each rank; empty if the own memory is new
         self._pending: list[torch.Event] = []  # what the other ranks may rely on after a message
         self._flags = b""
@@ -57,11 +71,12 @@ class IpcAllReduce(SlicedAllReduce):
 
     def _sum_place(self, owner: int) -> slice:
         """Return the bytes of the sum in the memory of a rank, after its rows."""
-        end = self._ranks * self._widths[owner]
-        return slice(end, end + self._slice_bytes)
+        end = self._plan.ranks * self._widths[owner]
+        return slice(end, end + self._plan.slice_bytes)
 
-    def _start(self, flags: bytearray) -> None:
-        self._flags = bytes(flags)
+    def launch(self, held: Held, in_steps: bool = False) -> None:
+        """Pack this rank's nodes; see `ReproducibleAllReduce.launch`."""
+        self._flags = bytes(self._plan.pack(held, self._rows))
         self._pending.append(record_event(self._device))
 
     def combine(self) -> None:
@@ -70,38 +85,39 @@ class IpcAllReduce(SlicedAllReduce):
         if any(state[0] for state in states):
             self._exchange_handles()
         rows = [
-            memory[self._row_place(owner, self._rank)] for owner, memory in enumerate(self._memory)
+            memory[self._row_place(owner, self._plan.rank)]
+            for owner, memory in enumerate(self._memory)
         ]
-        mine = self._add(rows, [state[1:] for state in states])
-        self._memory[self._rank][self._sum_place(self._rank)].view(mine.dtype).copy_(mine)
+        mine = self._plan.add(rows, [state[1:] for state in states])
+        self._memory[self._plan.rank][self._sum_place(self._plan.rank)].view(mine.dtype).copy_(mine)
         self._pending.append(record_event(self._device))
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
         """Wait until all sums are written, and copy them; see `ReproducibleAllReduce.gather`."""
         self._meet(b"", "the sums of gradients")
-        slices = self.sums.view(self._ranks, self._length)
+        slices = self.sums.view(self._plan.ranks, self._plan.length)
         for owner, memory in enumerate(self._memory):
             slices[owner].copy_(memory[self._sum_place(owner)].view(self.sums.dtype))
         self._pending.append(record_event(self._device))
-        return parts(self.bucket, self.sums, self._present)
+        return parts(self.bucket, self.sums, self._plan.present)
 
     def _meet(self, message: bytes, what: str) -> list[bytes]:
         """Finish this rank's work on shared memory, and exchange messages with the other ranks."""
         while self._pending:
             self._pending.pop().synchronize()
-        about = f"exchanging {what}, {self._length} of {self.bucket.dtype} per rank"
+        about = f"exchanging {what}, {self._plan.length} of {self.bucket.dtype} per rank"
         return all_gather_bytes(message, about, self._group)
 
     def _exchange_handles(self) -> None:
         """Map the memory of the other ranks."""
         self._memory = []
-        peers = [peer for peer in range(self._ranks) if peer != self._rank]
+        peers = [peer for peer in range(self._plan.ranks) if peer != self._plan.rank]
         handles = {peer: self._ipc.export(self._own) for peer in peers}
         offers = self._meet(repr(handles).encode(), "the handles of memory")
         self._memory = [
             self._own
-            if owner == self._rank
-            else self._ipc.open(ast.literal_eval(offer.decode())[self._rank], self._device)
+            if owner == self._plan.rank
+            else self._ipc.open(ast.literal_eval(offer.decode())[self._plan.rank], self._device)
             for owner, offer in enumerate(offers)
         ]
 

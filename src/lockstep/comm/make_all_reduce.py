@@ -13,8 +13,9 @@ from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.comm.ipc_all_reduce import IpcAllReduce
 from lockstep.comm.native_all_reduce import NativeAllReduce, is_supported, native_backend
 from lockstep.comm.piecewise_all_reduce import PIECE_BYTES, PiecewiseAllReduce
-from lockstep.comm.portable_all_reduce import PortableAllReduce
+from lockstep.comm.portable_all_reduce import GroupTransport, PortableAllReduce
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
+from lockstep.comm.slice_plan import SlicePlan
 
 __all__ = ["adds_in_place", "make_all_reduce"]
 
@@ -61,8 +62,10 @@ def make_all_reduce(
     hosts = host_group_of(group) if is_supported(device, bucket.dtype) else None
     if hosts is not None:
         return HostAllReduce(hosts, bucket, nodes_by_rank, leaves)
+    rank = dist.get_rank(group)
     if is_device_shared:
-        return IpcAllReduce(bucket, nodes_by_rank, leaves, device, group)
+        return IpcAllReduce(SlicePlan(bucket, nodes_by_rank, leaves, rank), device, group)
     if device.type == "cpu" and bucket.length * bucket.dtype.itemsize > PIECE_BYTES:
         return PiecewiseAllReduce(bucket, nodes_by_rank, leaves, device, group)
-    return PortableAllReduce(bucket, nodes_by_rank, leaves, device, group)
+    plan = SlicePlan(bucket, nodes_by_rank, leaves, rank)
+    return PortableAllReduce(plan, GroupTransport(group), device)

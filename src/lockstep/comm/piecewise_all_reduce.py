@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.bucket import ALIGNMENT, Bucket, cut, parts, round_up
-from lockstep.comm.portable_all_reduce import PortableAllReduce
+from lockstep.comm.bucket import ALIGNMENT, Bucket, cut_bucket, parts, round_up
+from lockstep.comm.portable_all_reduce import GroupTransport, PortableAllReduce
 from lockstep.comm.reproducible_all_reduce import Held, ReproducibleAllReduce, Values
+from lockstep.comm.slice_plan import SlicePlan
 from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.tree import Node
 
@@ -55,11 +56,10 @@ class PiecewiseAllReduce(ReproducibleAllReduce):
         self._pieces: list[PortableAllReduce] = []
         self._starts: list[dict[int, int]] = []  # of each member in each piece, by its index
         for start in range(0, bucket.length, length):
-            piece = cut(bucket, slice(start, min(start + length, bucket.length)))
+            piece = cut_bucket(bucket, slice(start, min(start + length, bucket.length)))
             sums = self.sums[start : start + length]
-            self._pieces.append(
-                PortableAllReduce(piece, nodes_by_rank, leaves, device, group, sums=sums)
-            )
+            made = SlicePlan(piece, nodes_by_rank, leaves, dist.get_rank(group))
+            self._pieces.append(PortableAllReduce(made, GroupTransport(group), device, sums))
             self._starts.append({m.index: max(0, start - m.offset) for m in bucket.members})
         self._held: dict[Node, dict[int, torch.Tensor | None]] = {}
 

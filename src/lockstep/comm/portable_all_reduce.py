@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,76 +22,116 @@ import torch.distributed as dist
 from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import ALIGNMENT, parts
 from lockstep.comm.collectives import all_gather_single, as_bytes
-from lockstep.comm.reproducible_all_reduce import Held
-from lockstep.comm.sliced_all_reduce import SlicedAllReduce
+from lockstep.comm.reproducible_all_reduce import Held, ReproducibleAllReduce
+from lockstep.comm.slice_plan import SlicePlan
 
-__all__ = ["PortableAllReduce"]
+__all__ = ["GroupTransport", "PortableAllReduce", "SliceTransport"]
 
 
-class PortableAllReduce(SlicedAllReduce):
-    """The implementation for any backend; arguments as of `SlicedAllReduce`."""
+class SliceTransport(Protocol):
+    """How rows and sums reach the other ranks."""
 
-    def _allocate(self, device: torch.device) -> None:
-        # The bytes that each rank sends to each other rank: slices of its nodes, then flags.
-        self._widths = [
-            len(nodes) * self._slice_bytes
-            + -(-len(nodes) * len(self.bucket.members) // ALIGNMENT) * ALIGNMENT
-            for nodes in self._nodes_by_rank
-        ]
-        self._device = device
-        # Without gaps, every byte of a slice is written.
-        filled = sum(piece.stop - piece.start for piece in self._pieces)
-        self._has_gaps = filled < self._ranks * self._length
-        self._in: torch.Tensor
-        self._work: Any = None
+    def exchange(self, rows: torch.Tensor, received: torch.Tensor, widths: Sequence[int]) -> Any:
+        """Start to send row j to rank j; return the work.
 
-    def launch(self, held: Held, in_steps: bool = False) -> None:
-        """Allocate the messages, pack this rank's nodes, and start the all-to-all."""
-        make = torch.zeros if self._has_gaps else torch.empty
-        shape = self._ranks, self._widths[self._rank]
-        self._rows = make(shape, dtype=torch.uint8, device=self._device)
-        self._in = torch.empty(sum(self._widths), dtype=torch.uint8, device=self._device)
-        super().launch(held, in_steps)
+        Args:
+            rows: The rows of this rank.
+            received: Memory for a row of each rank, one after another.
+            widths: The bytes of these rows.
+        """
 
-    def _start(self, flags: bytearray) -> None:
-        """Start the all-to-all; the flags follow the slices of each row."""
-        if flags:
-            start = len(self._nodes_by_rank[self._rank]) * self._slice_bytes
-            presence = torch.frombuffer(flags, dtype=torch.uint8)
-            # A blocking copy would wait for the backward pass that a GPU still runs.
-            self._rows[:, start : start + len(flags)].copy_(presence, non_blocking=True)
-        self._work = self._exchange_rows()
+    def gather(self, mine: torch.Tensor, sums: torch.Tensor) -> Any:
+        """Start to send the sum of this rank's slice to all ranks, into `sums`; return the work."""
 
-    def _exchange_rows(self) -> Any:
-        """Start to send row j to rank j; return the work."""
+
+class GroupTransport:
+    """The collectives of a process group.
+
+    Args:
+        group: The process group; None is the default group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def exchange(self, rows: torch.Tensor, received: torch.Tensor, widths: Sequence[int]) -> Any:
+        """Start an all-to-all; see `SliceTransport`."""
         return dist.all_to_all_single(
-            self._in,
-            self._rows.view(-1),
-            output_split_sizes=self._widths,
-            input_split_sizes=[self._rows.shape[1]] * self._ranks,
+            received,
+            rows.view(-1),
+            output_split_sizes=list(widths),
+            input_split_sizes=[rows.shape[1]] * len(rows),
             group=self._group,
             async_op=True,
         )
 
-    def _gather_sums(self, mine: torch.Tensor) -> Any:
-        """Start to send the sum of this rank's slice to all ranks; return the work."""
-        return all_gather_single(
-            as_bytes(self.sums), as_bytes(mine), group=self._group, async_op=True
+    def gather(self, mine: torch.Tensor, sums: torch.Tensor) -> Any:
+        """Start an all-gather; see `SliceTransport`."""
+        return all_gather_single(as_bytes(sums), as_bytes(mine), group=self._group, async_op=True)
+
+
+class PortableAllReduce(ReproducibleAllReduce):
+    """The implementation for any backend.
+
+    Args:
+        plan: The plan of the bucket.
+        transport: How rows and sums reach the other ranks.
+        device: The device of the tensors.
+        sums: The memory of the sums; None for memory of its own.
+    """
+
+    def __init__(
+        self,
+        plan: SlicePlan,
+        transport: SliceTransport,
+        device: torch.device,
+        sums: torch.Tensor | None = None,
+    ) -> None:
+        self.bucket = plan.bucket
+        self.sums = plan.make_sums(device) if sums is None else sums
+        self._plan = plan
+        self._transport = transport
+        self._device = device
+        # The bytes that each rank sends to each other rank: slices of its nodes, then flags.
+        self._widths = [
+            len(nodes) * plan.slice_bytes
+            + -(-len(nodes) * len(self.bucket.members) // ALIGNMENT) * ALIGNMENT
+            for nodes in plan.nodes_by_rank
+        ]
+        self._make_rows = torch.zeros if plan.has_gaps else torch.empty
+        self._rows: torch.Tensor
+        self._received: torch.Tensor
+        self._work: Any = None
+
+    def launch(self, held: Held, in_steps: bool = False) -> None:
+        """Allocate the messages, pack this rank's nodes and their flags, and start the exchange."""
+        plan = self._plan
+        self._rows = self._make_rows(
+            (plan.ranks, self._widths[plan.rank]), dtype=torch.uint8, device=self._device
         )
+        self._received = torch.empty(sum(self._widths), dtype=torch.uint8, device=self._device)
+        flags = plan.pack(held, self._rows)
+        if flags:  # they follow the slices of each row
+            start = len(plan.nodes_by_rank[plan.rank]) * plan.slice_bytes
+            presence = torch.frombuffer(flags, dtype=torch.uint8)
+            # A blocking copy would wait for the backward pass that a GPU still runs.
+            self._rows[:, start : start + len(flags)].copy_(presence, non_blocking=True)
+        self._work = self._transport.exchange(self._rows, self._received, self._widths)
 
     def combine(self) -> None:
         """Do step 2 and start step 3: add this rank's slice along the tree, start the gather."""
         with Waiting("exchange of gradients"):
             self._work.wait()
-        rows = self._in.split(self._widths)
-        mine = self._add(rows, self._read_flags(rows))
-        self._work = self._gather_sums(mine)  # which refers to its memory
-        del self._rows, self._in
+        rows = self._received.split(self._widths)
+        mine = self._plan.add(rows, self._read_flags(rows))
+        self._work = self._transport.gather(mine, self.sums)  # which refers to its memory
+        del self._rows, self._received
 
     def _read_flags(self, rows: Sequence[torch.Tensor]) -> list[list[int]]:
         """Return the flags of each rank, which follow the slices in its row."""
-        counts = [len(nodes) * len(self.bucket.members) for nodes in self._nodes_by_rank]
-        starts = [len(nodes) * self._slice_bytes for nodes in self._nodes_by_rank]
+        nodes_by_rank = self._plan.nodes_by_rank
+        counts = [len(nodes) * len(self.bucket.members) for nodes in nodes_by_rank]
+        starts = [len(nodes) * self._plan.slice_bytes for nodes in nodes_by_rank]
         ends = [
             row[start : start + count]
             for row, start, count in zip(rows, starts, counts, strict=True)
@@ -104,4 +144,4 @@ class PortableAllReduce(SlicedAllReduce):
         with Waiting("all_gather of sums of gradients"):
             self._work.wait()
         self._work = None
-        return parts(self.bucket, self.sums, self._present)
+        return parts(self.bucket, self.sums, self._plan.present)

@@ -29,7 +29,7 @@ from lockstep.kernel.tree import Node, total
 
 __all__ = ["add_sparse", "sparse_weights", "sum_sparse_gradients"]
 
-Rows = torch.Tensor | None
+SparseRows = torch.Tensor | None
 """A coalesced tensor, sparse in its first dimension, or None."""
 
 DENSE = -1

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import DataLoader, default_collate
 
-from lockstep.data.consistency import pack, require_same_epoch, require_same_samples
+from lockstep.data.consistency import pack_described, require_same_epoch, require_same_samples
 from lockstep.data.content_hash import hash_content
 from lockstep.data.microbatch_sampler import MicrobatchSampler, SeededIndices
 from lockstep.data.repeatability import check_samples, collate_and_check
@@ -143,7 +143,7 @@ def load_checked(loader: Iterable[Any], gather: GatherFn | None = None) -> Gener
             "the first batch": sampler.start,
             "the training data": sampler.settings,
         }
-        require_same_epoch(gather(pack(settings), "beginning an epoch"))
+        require_same_epoch(gather(pack_described(settings), "beginning an epoch"))
     yield from load_seeded(checked, gather)
 
 
@@ -170,10 +170,11 @@ def _compare_first(items: Any, gather: GatherFn | None) -> Generator[Any]:
         try:
             first = next(items, None)
         except Exception:
-            gather(pack(()), "comparing samples of")  # the other ranks wait for this message
+            # the other ranks wait for this message
+            gather(pack_described(()), "comparing samples of")
             raise
         descriptions = first.descriptions if isinstance(first, CheckedItem) else ()
-        require_same_samples(gather(pack(descriptions), "comparing samples of"))
+        require_same_samples(gather(pack_described(descriptions), "comparing samples of"))
         if first is None:
             return
         yield first

@@ -21,7 +21,7 @@ from lockstep.kernel.errors import DisagreementError
 __all__ = [
     "ORDER",
     "BatchIdentity",
-    "pack",
+    "pack_described",
     "require_same_batch",
     "require_same_epoch",
     "require_same_samples",
@@ -31,7 +31,7 @@ __all__ = [
 ORDER = "order of the samples"
 
 
-def pack(described: Mapping[str, Any] | Sequence[str]) -> bytes:
+def pack_described(described: Mapping[str, Any] | Sequence[str]) -> bytes:
     """Return the bytes to exchange for the settings of an epoch, or for descriptions of samples.
 
     Settings are given by their names in messages. Empty ones say that this rank could not determine

@@ -23,8 +23,8 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from lockstep.data.assignment import ReplicaShare
 from lockstep.data.map_dataset import (
     Collate,
-    Item,
     LoadedBatch,
+    LoadedItem,
     LoadFailure,
     collate_samples,
     hidden_worker_info,
@@ -42,7 +42,7 @@ __all__ = ["IterableSource"]
 
 
 @dataclass(frozen=True)
-class IterableSource(IterableDataset[Item]):
+class IterableSource(IterableDataset[LoadedItem]):
     """Iterates over a dataset; yields the micro-batches of one replica from batch `start` on."""
 
     dataset: Any
@@ -54,7 +54,7 @@ class IterableSource(IterableDataset[Item]):
     drop_last: bool = False
     checks_collate: bool = False  # whether to check the collate function
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[LoadedItem]:
         """Iterate over the whole stream, and yield the batches of this worker."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
@@ -95,7 +95,7 @@ class IterableSource(IterableDataset[Item]):
         if pending and not self.drop_last:
             yield position // self.batch_size, pending
 
-    def _item(self, batch: int, samples: list[Any]) -> Item:
+    def _item(self, batch: int, samples: list[Any]) -> LoadedItem:
         first = batch * self.batch_size
         descriptions: tuple[str, ...] = ()
         if batch == self.start:

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -23,7 +23,7 @@ from lockstep.data.assignment import Hosts, ReplicaShare, on_one_host
 from lockstep.data.consistency import (
     ORDER,
     BatchIdentity,
-    pack,
+    pack_described,
     require_same_epoch,
     require_same_samples,
 )
@@ -31,8 +31,8 @@ from lockstep.data.epoch_order import EpochOrder, hash_indices
 from lockstep.data.iterable_dataset import IterableSource
 from lockstep.data.loader_options import LoaderOptions, count_samples_of
 from lockstep.data.map_dataset import (
-    Item,
     LoadedBatch,
+    LoadedItem,
     LoadFailure,
     MapSource,
     TensorSource,
@@ -45,13 +45,33 @@ from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import key
 from lockstep.kernel.splitting import count_microbatches
 
-__all__ = ["Batches", "GatherFn"]
+__all__ = ["Batches", "EpochBatches", "GatherFn"]
 
 GatherFn = Callable[[bytes, str], list[bytes]]
 """A function (message, subject) that exchanges messages; returns those of all ranks, in order."""
 
 Source = TensorSource | MapSource | IterableSource
 """A loader of one replica's part of each batch."""
+
+
+class EpochBatches(Protocol):
+    """The global batches of one epoch, and the position in it."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0."""
+
+    def __len__(self) -> int:
+        """Return the number of batches in the whole epoch."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate over the epoch, from the loaded position or from the beginning."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the epoch as JSON values, valid for any layout."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume the next iteration from a saved position."""
 
 
 class Batches:
@@ -74,6 +94,11 @@ class Batches:
         agree: A function that exchanges a few bytes with all ranks, so that they can compare
             their data; None for no comparison.
         options: The other fields of `LoaderOptions`.
+
+    Attributes:
+        position: The number of batches that were returned, or are skipped.
+        start: The batch at which the next iteration begins.
+        who: This rank, for messages.
 
     Raises:
         DatasetError: An argument is invalid, or, while iterating, a sample differs between two
@@ -98,27 +123,27 @@ class Batches:
         agree: GatherFn | None = None,
         **options: Any,
     ) -> None:
-        self._options = LoaderOptions(dataset, batch_size, **options)
+        self.options = LoaderOptions(dataset, batch_size, **options)
         self.epoch = epoch
         self.agree = agree
         self.position = 0
-        self._start = 0
+        self.start = 0
         self._digest = ""  # of the order, hexadecimal; "" before it is drawn
         self._saved_digest = ""  # of the order of a loaded position
         on_hosts = hosts or on_one_host(replicas)
         self._share = ReplicaShare(microbatches, on_hosts, replica, is_sharded)
-        self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
+        self.who = f"rank {rank}" if rank is not None else f"replica {replica}"
         # Of the current iteration.
         self._planned: EpochOrder | None = None  # the order; None for an iterable dataset
 
     def __len__(self) -> int:
         """Return the number of batches in the whole epoch."""
-        return self._options.count_batches()
+        return self.options.count_batches()
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the epoch, from the loaded position or from the beginning."""
-        start = self._start
-        self._start = 0
+        start = self.start
+        self.start = 0
         self.position = start
         begun = perf_counter() - Waited.seconds
         with closing(self._all_items(start)) as items:
@@ -130,7 +155,7 @@ class Batches:
                 yield batch
                 begun = perf_counter() - Waited.seconds
         if self.position == 0:
-            options = self._options
+            options = self.options
             few = "no samples"
             if options.drop_last:
                 few = f"fewer than {options.batch_size} samples"
@@ -142,7 +167,7 @@ class Batches:
         `position` counts the batches that were returned; batches that workers have prepared ahead
         are prepared again. `order` is a digest of the order of the epoch.
         """
-        settings = self._options.describe(self.epoch)
+        settings = self.options.describe(self.epoch)
         return {"position": self.position, **settings, "order": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,22 +177,22 @@ class Batches:
             DatasetError: The state belongs to another number of samples, batch size, seed, epoch,
                 `shuffle` or `drop_last`. If the order differs, the next iteration raises the error.
         """
-        for name, here in self._options.describe(self.epoch).items():
+        for name, here in self.options.describe(self.epoch).items():
             saved = state.get(name, False)  # older states lack drop_last
             if saved != here:
                 raise DatasetError(
                     f"the saved position belongs to {name.replace('_', ' ')} {saved}, "
                     f"but these batches have {here}"
                 )
-        self.position = self._start = int(state["position"])
+        self.position = self.start = int(state["position"])
         self._digest = self._saved_digest = state.get("order", "")
 
     def enter_share(self, share: ReplicaShare, rank: int) -> None:
         """Load the micro-batches of another share from now on; the order does not change."""
         self._share = share
-        self._who = f"rank {rank}"
+        self.who = f"rank {rank}"
 
-    def _all_items(self, start: int) -> Generator[tuple[Item, Source], None, None]:
+    def _all_items(self, start: int) -> Generator[tuple[LoadedItem, Source], None, None]:
         """Yield the items from batch `start` on, each with the source that loaded it."""
         source = self._open(start)
         items = self._compare_samples(self._items(source, start))
@@ -184,14 +209,14 @@ class Batches:
 
     def _open(self, start: int) -> Source:
         """Compare the epoch with all ranks, and return its source from batch `start` on."""
-        if self._options.is_iterable:
+        if self.options.is_iterable:
             self._compare_epoch(start, None)
             return self._make_source(start, is_compared=True)
         self._planned = self._plan_epoch(start)
         return self._make_source(start, is_compared=True)
 
     def _make_source(self, start: int, *, is_compared: bool = False) -> Source:
-        options = self._options
+        options = self.options
         share = self._share
         keys = (options.seed, self.epoch)
         collate = options.collate_fn
@@ -218,7 +243,7 @@ class Batches:
 
     @property
     def _pins_memory(self) -> bool:
-        return self._options.pin_memory and find_accelerator() is not None
+        return self.options.pin_memory and find_accelerator() is not None
 
     def _items(self, source: Source, start: int) -> Items:
         """Return the items of the batches from `start` on."""
@@ -228,8 +253,8 @@ class Batches:
             numbers = range(start, len(source.epoch))
             if isinstance(source, TensorSource):
                 return load_in_process((source[number] for number in numbers), self._pins_memory)
-        options = self._options
-        seed = key(self._options.seed, self.epoch)
+        options = self.options
+        seed = key(self.options.seed, self.epoch)
         return load_in_workers(
             source, numbers, options.num_workers, self._pins_memory, options.timeout, seed
         )
@@ -252,10 +277,10 @@ class Batches:
             for (index, piece), part in zip(share.pieces(size), parts, strict=True)
         )
 
-    def _require_loaded(self, item: Item, number: int) -> tuple[int, list[Any]]:
+    def _require_loaded(self, item: LoadedItem, number: int) -> tuple[int, list[Any]]:
         """Return the size and the parts of an item; raise the error of a failed item."""
         if isinstance(item, LoadFailure):
-            raise item.error(f"{item.message} ({self._who}, batch {number})")
+            raise item.error(f"{item.message} ({self.who}, batch {number})")
         return item.size, item.parts
 
     def _compare_samples(self, items: Items) -> Items:
@@ -274,7 +299,7 @@ class Batches:
                 yield from items
 
     def _exchange_samples(self, descriptions: Sequence[str]) -> list[bytes]:
-        message = pack(descriptions)
+        message = pack_described(descriptions)
         return [message] if self.agree is None else self.agree(message, "comparing samples of")
 
     def _plan_epoch(self, start: int) -> EpochOrder:
@@ -284,18 +309,18 @@ class Batches:
         except BaseException:
             if self.agree is not None:
                 # The other ranks wait for this message.
-                self.agree(pack({}), "beginning")
+                self.agree(pack_described({}), "beginning")
             raise
         self._compare_epoch(start, epoch)
         return epoch
 
     def _draw_order(self, start: int) -> EpochOrder:
         """Draw the order of the epoch; DatasetError if it differs from that of a saved position."""
-        order = self._options.make_order(self.epoch)
+        order = self.options.make_order(self.epoch)
         self._digest, saved, self._saved_digest = order.digest().hex(), self._saved_digest, ""
         if saved in ("", self._digest):
             return order
-        sampler = self._options.given_sampler
+        sampler = self.options.given_sampler
         cause = "the dataset or the version of torch"
         if sampler is not None:
             cause = (
@@ -310,7 +335,7 @@ class Batches:
     def _compare_epoch(self, start: int, epoch: EpochOrder | None) -> None:
         if self.agree is None:
             return
-        options = self._options
+        options = self.options
         settings = {
             "number of samples": count_samples_of(options.dataset),
             "batch_size": options.batch_size,
@@ -322,9 +347,9 @@ class Batches:
             "number of batches": None if epoch is None else len(epoch),
             ORDER: "" if epoch is None else self._digest,
         }
-        require_same_epoch(self.agree(pack(settings), "beginning"))
+        require_same_epoch(self.agree(pack_described(settings), "beginning"))
 
-    def _batch(self, item: Item, source: Source, seconds: float) -> Batch:
+    def _batch(self, item: LoadedItem, source: Source, seconds: float) -> Batch:
         size, parts = self._require_loaded(item, self.position)
         share = source.share
         if self._planned is not None:
@@ -332,7 +357,7 @@ class Batches:
             samples = hash_indices(indices)
         else:  # an iterable dataset: hash the positions in the stream
             indices = None
-            first = self.position * cast(int, self._options.batch_size)
+            first = self.position * cast(int, self.options.batch_size)
             samples = hash_indices(torch.arange(first, first + size))
         return Batch(
             size=size,

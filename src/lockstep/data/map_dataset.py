@@ -40,9 +40,9 @@ from lockstep.kernel.seeds import key, seed_all
 
 __all__ = [
     "Collate",
-    "Item",
     "LoadFailure",
     "LoadedBatch",
+    "LoadedItem",
     "MapSource",
     "TensorSource",
     "collate_samples",
@@ -95,7 +95,7 @@ class LoadedBatch(NamedTuple):
     descriptions: tuple[str, ...] = ()
 
 
-Item = LoadedBatch | LoadFailure
+LoadedItem = LoadedBatch | LoadFailure
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def collate_samples(
 
 
 @dataclass(frozen=True)
-class MapSource(Dataset[Item]):
+class MapSource(Dataset[LoadedItem]):
     """Loads and collates sample by sample; can be sent to workers."""
 
     dataset: Any
@@ -166,7 +166,7 @@ class MapSource(Dataset[Item]):
         """Return the number of global batches."""
         return len(self.epoch)
 
-    def __getitem__(self, batch: int) -> Item:
+    def __getitem__(self, batch: int) -> LoadedItem:
         """Load this replica's micro-batches of global batch `batch`."""
         span = self.epoch.span(batch)
         pieces = [
@@ -271,7 +271,7 @@ class TensorSource:
             return None
         return cls(dataset.tensors, rows, epoch, share, first)
 
-    def __getitem__(self, batch: int) -> Item:
+    def __getitem__(self, batch: int) -> LoadedItem:
         """Select this replica's micro-batches of global batch `batch`."""
         span = self.epoch.span(batch)
         parts: list[Any] = []

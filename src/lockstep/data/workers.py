@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data.map_dataset import Item
+from lockstep.data.map_dataset import LoadedItem
 from lockstep.data.microbatch import align_tensors, map_tensors
 from lockstep.data.shared_batch import remedy, share_batch
 from lockstep.foreign_messages import LOADER_TIMEOUT
@@ -26,18 +26,18 @@ from lockstep.processor_core import one_thread
 
 __all__ = ["Items", "load_in_process", "load_in_workers", "load_isolated"]
 
-Items = Generator[Item, None, None]
+Items = Generator[LoadedItem, None, None]
 
 POLL_SECONDS = 2.0  # between two checks that the workers are alive
 
 
-def load_in_process(source: Iterable[Item], pin_memory: bool) -> Items:
+def load_in_process(source: Iterable[LoadedItem], pin_memory: bool) -> Items:
     """Yield the items; each is prepared in this process on demand."""
     for item in source:
         yield map_tensors(torch.Tensor.pin_memory, item) if pin_memory else item
 
 
-def load_isolated(source: Iterable[Item], pin_memory: bool) -> Items:
+def load_isolated(source: Iterable[LoadedItem], pin_memory: bool) -> Items:
     """Yield the items, prepared in this process with one thread and isolated generators."""
     with closing(load_in_process(source, pin_memory)) as items:
         while True:
@@ -73,7 +73,7 @@ def load_in_workers(
         yield from load_isolated(_remaining(source, numbers, 0), pin_memory)
         return
     try:
-        loader: DataLoader[Item] = DataLoader(
+        loader: DataLoader[LoadedItem] = DataLoader(
             source,
             batch_size=None,
             sampler=numbers,
@@ -111,10 +111,10 @@ def load_in_workers(
     yield from load_isolated(_remaining(source, numbers, count), pin_memory)
 
 
-def _remaining(source: Any, numbers: range | None, count: int) -> Iterable[Item]:
+def _remaining(source: Any, numbers: range | None, count: int) -> Iterable[LoadedItem]:
     """Return the items of a source after the first `count`."""
     if numbers is None:
-        return cast("Iterable[Item]", dataclasses.replace(source, start=source.start + count))
+        return cast("Iterable[LoadedItem]", dataclasses.replace(source, start=source.start + count))
     return (source[number] for number in numbers[count:])
 
 
@@ -129,7 +129,7 @@ def _exit(worker: BaseProcess) -> str:
     return f"process {worker.pid} {how}"
 
 
-def _wait_for_item(items: Iterator[Item], timeout: float) -> Item | None:
+def _wait_for_item(items: Iterator[LoadedItem], timeout: float) -> LoadedItem | None:
     """Wait for the next item; return None at the end of the epoch.
 
     torch checks whether its workers are alive only when its own timeout expires, and SIGCHLD can

@@ -31,7 +31,7 @@ from lockstep.data_parallel.replica import Replica, replicate
 from lockstep.data_parallel.scatter import (
     SplitGradient,
     count_samples,
-    gather,
+    join_outputs,
     list_tensors,
     take_part,
 )
@@ -46,7 +46,7 @@ from lockstep.model.native_seeder import make_rng_scopes
 
 __all__ = ["Call", "ReplicaPass"]
 
-Gradients = list[torch.Tensor | None]
+GradientList = list[torch.Tensor | None]
 """The gradient of every parameter; None for a parameter without one."""
 
 
@@ -202,14 +202,14 @@ class ReplicaPass:
         for position in range(counts.pop()):
             parts = {replica.index: replica.tensors[position] for replica in self._replicas}
             joined.append(
-                gather(parts, self._shares, len(self._spans), self._call.dim, self._first)
+                join_outputs(parts, self._shares, len(self._spans), self._call.dim, self._first)
             )
         self._splits = [split for _, split in joined]
         return [value for value, _ in joined]  # not kept here: autograd would never free them
 
     # --- backward -------------------------------------------------------------------------------
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> Gradients:
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> GradientList:
         """Return the gradients of the parameters.
 
         Args:
@@ -230,12 +230,12 @@ class ReplicaPass:
             for replica in self._replicas:
                 replica.backward(self._splits, gradients, keeps_graph)
         leaves = len(self._spans)
-        nodes: dict[Node, Gradients] = {
+        nodes: dict[Node, GradientList] = {
             (microbatch, microbatch + 1): [None] * len(self._trained)
             for microbatch in {*range(leaves)} - {*self._shares}
         }
         for queue in self._queues:
-            sums: TreeAccumulator[Gradients] = TreeAccumulator(leaves, _add_gradients)
+            sums: TreeAccumulator[GradientList] = TreeAccumulator(leaves, _add_gradients)
             for replica in queue:
                 taken = [_take_gradient(parameter) for parameter in replica.parameters]
                 sums.put((replica.index, replica.index + 1), taken)
@@ -298,7 +298,7 @@ def _take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
+def _add_gradients(left: GradientList, right: GradientList) -> GradientList:
     """Add two lists of gradients, the dense ones into the memory of the left one."""
     return [
         add_sparse(one, two)

@@ -20,7 +20,7 @@ from lockstep.data.microbatch import map_tensors
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import Node, add_present, total
 
-__all__ = ["SplitGradient", "count_samples", "gather", "list_tensors", "take_part"]
+__all__ = ["SplitGradient", "count_samples", "join_outputs", "list_tensors", "take_part"]
 
 SplitGradient = Callable[[torch.Tensor, int], torch.Tensor]
 """A function of the gradient of a joined tensor and a micro-batch that returns the gradient of the
@@ -84,7 +84,7 @@ def take_part(data: Any, span: range, dim: int, device: torch.device) -> Any:
     return map_tensors(copy, data)
 
 
-def gather(
+def join_outputs(
     parts: Mapping[int, torch.Tensor],
     shares: Mapping[int, float],
     leaves: int,

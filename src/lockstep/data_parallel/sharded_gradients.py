@@ -47,13 +47,14 @@ __all__ = [
     "ShardingMesh",
     "find_hook",
     "find_mesh",
+    "free_gathered",
     "is_fully_sharded",
 ]
 
 SAMPLED = 64
 """The number of elements of each gradient that are compared to find changes of all of them."""
 
-Gradients = list[torch.Tensor | None]
+GradientList = list[torch.Tensor | None]
 """This rank's shard of the gradient of every parameter; None for a parameter without one."""
 
 
@@ -120,6 +121,25 @@ def find_mesh(module: nn.Module) -> ShardingMesh:
     if len(groups) == 1:
         return ShardingMesh(groups[0], groups[0], None, on_one_host(dist.get_world_size(groups[0])))
     return ShardingMesh(None, groups[1], groups[0], hosts)
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Free the parameters that earlier calls of a sharded model have gathered, as to evaluate it.
+
+    Raises:
+        UsageError: A block was called before the model.
+    """
+    for name, part in module.named_modules():
+        if not is_fully_sharded(part):
+            continue
+        sharded: Any = part
+        if part is not module and sharded._get_fsdp_state()._is_root:
+            raise UsageError(
+                f"{name} was called before the model that contains it, and fully_shard takes the "
+                "first module that is called for the whole model: call the model first, or "
+                "ls.exact before both"
+            )
+        sharded.reshard()
 
 
 def find_hook(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
@@ -204,8 +224,12 @@ class ShardedGradients:
                 self._units.append(unit)
                 unit.install()
         self._require_one_dtype()
-        self._sums = TreeAccumulator[Gradients](1, _add_lists)
+        self._sums = TreeAccumulator[GradientList](1, _add_lists)
         self._roots: list[tuple[Any, int]] = []  # the outputs from which backward began
+        root: Any = module
+        if not any(parameter.is_meta for _, parameter in parameters):
+            # Otherwise torch would take the first module that is called for the root.
+            root._get_fsdp_state()._lazy_init()
         # First, before torch gathers the parameters.
         begin_call: Any = torch.compiler.disable(self._begin_call)
         module.register_forward_pre_hook(begin_call, prepend=True)
@@ -357,7 +381,7 @@ class ShardedGradients:
     @torch.no_grad()
     def accumulate(self, microbatch: int) -> None:
         """Move the shards in `.grad`, of the micro-batches of a turn, to a leaf of the tree."""
-        gradients: Gradients = [parameter.grad for _, parameter in self._parameters]
+        gradients: GradientList = [parameter.grad for _, parameter in self._parameters]
         for unit in self._units:
             for number in unit.end_microbatch():
                 gradients[number] = None
@@ -463,7 +487,7 @@ class ShardedGradients:
         return planner.make_sums(buckets, StepTree(self._leaves, [nodes[copy] for copy in copies]))
 
 
-def _add_lists(left: Gradients, right: Gradients) -> Gradients:
+def _add_lists(left: GradientList, right: GradientList) -> GradientList:
     """Add the shards of two nodes, into the memory of the left one."""
     return [
         two if one is None else one if two is None else _add(one, two)

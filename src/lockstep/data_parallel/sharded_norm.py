@@ -12,7 +12,6 @@ is always sent. The norm has the bits of gradients that are whole on one rank.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +22,13 @@ import torch.distributed as dist
 
 from lockstep.comm.activity import Waiting
 from lockstep.comm.collectives import all_reduce_messages
-from lockstep.kernel.exact_sum import PartialSums, compute_partial_sums, merge_partial_sums
+from lockstep.kernel.exact_sum import (
+    PartialSums,
+    compute_partial_sums,
+    merge_partial_sums,
+    pack_sums,
+    unpack_sums,
+)
 from lockstep.kernel.norm import (
     BLOCK,
     clip_gradients_,
@@ -120,8 +125,8 @@ def _sum_squares(
     return all_reduce_messages(
         compute_partial_sums(compute_sharded_squares(gradients, group)),
         merge_partial_sums,
-        lambda values: array("d", values).tobytes(),
-        lambda message: array("d", message).tolist(),
+        pack_sums,
+        unpack_sums,
         about,
         group,
     )

@@ -48,9 +48,9 @@ from lockstep.elastic.newcomers import Newcomers
 from lockstep.elastic.restarts import MAX_FRUITLESS, Restarts, StateFolder, StateTransfer
 from lockstep.elastic.round_plan import (
     Continue,
-    Plan,
     Report,
     RestartTransfer,
+    RoundPlan,
     choose_world_size,
     has_to_be_replaced,
     plan_round,
@@ -278,7 +278,7 @@ class ElasticCoordinator:
         elif plan is not None:
             self._execute(plan)
 
-    def _execute(self, plan: Plan) -> None:
+    def _execute(self, plan: RoundPlan) -> None:
         if isinstance(plan, Continue) and not self._ranks.stores.is_lost:
             self._continue(plan)
         elif isinstance(plan, RestartTransfer):

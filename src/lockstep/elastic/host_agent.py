@@ -21,12 +21,12 @@ from lockstep.launcher.late_ranks import LongWait
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
 from lockstep.messages import escape_control, log
 
-__all__ = ["HostAgent", "RunEnded", "StartMember"]
+__all__ = ["HostAgent", "RunEnded", "StartLocalMember"]
 
 JOIN_TIMEOUT = 300.0  # seconds that host 0 has to answer
 ATTEMPT = 1.0  # seconds of one attempt to connect; signals are noticed between two
 
-StartMember = Callable[[int, int, dict[str, str]], None]
+StartLocalMember = Callable[[int, int, dict[str, str]], None]
 """Starts a process of this host: its number as a member, its local rank, and its variables."""
 
 
@@ -38,6 +38,7 @@ class RunEnded(RankError):
         self.exit_status = exit_status
 
 
+# It has many methods: those of a supervisor, and the conversation with host 0.
 class HostAgent(RankSupervisor):
     """The supervisor of the members of this host.
 
@@ -63,7 +64,7 @@ class HostAgent(RankSupervisor):
         secret: bytes,
     ) -> None:
         super().__init__(channel, range(0), hang_policy=hang_policy, noun="member")
-        self.start: StartMember = lambda member, local_rank, variables: None
+        self.start: StartLocalMember = lambda member, local_rank, variables: None
         self.on_report = self._on_member_report
         self._hello = hello
         self._address = address

@@ -59,6 +59,7 @@ class AgentHost:
     is_leaving: bool = False
 
 
+# It has many methods: those of a supervisor, of which it replaces what concerns other hosts.
 class HostSupervisor(RankSupervisor):
     """The supervisor of local members, and of those on the hosts whose agents have connected.
 

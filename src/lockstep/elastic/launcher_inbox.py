@@ -15,7 +15,7 @@ import threading
 from typing import Any
 
 from lockstep.launcher.rank_process import receive_from_launcher
-from lockstep.launcher.world import close_connections
+from lockstep.launcher.world import close_world_connections
 
 __all__ = ["LauncherInbox"]
 
@@ -46,7 +46,7 @@ class LauncherInbox:
         with self._lock:
             self._current = number
             if self.lost_round >= number:
-                close_connections()
+                close_world_connections()
 
     def _receive(self) -> None:
         while (received := receive_from_launcher(None)) is not None:
@@ -55,6 +55,6 @@ class LauncherInbox:
                 with self._lock:
                     self.lost_round = max(self.lost_round, int(message["round"]))
                     if self._current <= self.lost_round:
-                        close_connections()
+                        close_world_connections()
             else:
                 self._messages.put(message)

@@ -22,10 +22,10 @@ from lockstep.formatting import format_numbered, format_quantity
 
 __all__ = [
     "Continue",
-    "Plan",
     "Report",
     "Restart",
     "RestartTransfer",
+    "RoundPlan",
     "choose_world_size",
     "has_to_be_replaced",
     "plan_round",
@@ -130,12 +130,12 @@ class Restart:
     """New processes replace those of the round, and continue from the newest saved state."""
 
 
-Plan = Continue | RestartTransfer | Restart
+RoundPlan = Continue | RestartTransfer | Restart
 
 
 def plan_round(
     reports: Sequence[Report], newcomers: Sequence[int] = (), *, wanted: int, at_least: int = 1
-) -> Plan | None:
+) -> RoundPlan | None:
     """Return the plan of the next round.
 
     Args:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.integrations.evaluation_loader import EvaluationLoader, evaluating
-from lockstep.integrations.loss_divisor import count_samples
+from lockstep.integrations.loss_divisor import count_first_dimension
 from lockstep.integrations.microbatch_loader import MicrobatchLoader, find_gather
 from lockstep.kernel.errors import UsageError
 from lockstep.model.generator_states import set_global_states
@@ -410,7 +410,7 @@ class EvaluatedBatches(DataLoaderStateMixin):
                     following = next(rounds, None)
                     self.end_of_dataloader = following is None
                     data = _place(current.data, self._device)
-                    self.size = 0 if current.is_repeated else count_samples(data)
+                    self.size = 0 if current.is_repeated else count_first_dimension(data)
                     self._loader.seed(current.number)
                     yield data
                     current = following

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from lockstep.integrations.evaluation_loader import ELSEWHERE, EvaluationLoader, evaluating
 from lockstep.integrations.logged_values import LoggedValues
-from lockstep.integrations.microbatch_loader import find_gather, find_place
+from lockstep.integrations.microbatch_loader import find_gather, find_rank
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.model.collective_calls import CollectiveCallGuard
@@ -29,7 +29,7 @@ __all__ = ["DividedEvaluation", "DividedPrediction"]
 def computing(loop: Any, dataloader_idx: int, batch_idx: int) -> Iterator[None]:
     """Compute a batch in the body: with its random numbers, without a trace in buffers."""
     loader = loop._combined_loader.flattened[dataloader_idx]
-    place = f"rank {find_place()[0]}, evaluation batch {batch_idx}"
+    place = f"rank {find_rank()[0]}, evaluation batch {batch_idx}"
     if isinstance(loader, EvaluationLoader):
         loader.seed(batch_idx)
     with CollectiveCallGuard(lambda: place), Buffers({"": loop.trainer.model}).preserve():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.integrations.evaluation_loader import ELSEWHERE, EvaluationLoader
-from lockstep.integrations.microbatch_loader import find_gather, find_place
+from lockstep.integrations.microbatch_loader import find_gather, find_rank
 
 __all__ = ["EvaluatedResults", "Results"]
 
@@ -99,10 +99,10 @@ class EvaluatedResults:
     def _compute_rounds(self) -> Iterator[list[Results]]:
         """Yield the results of as many batches as there are ranks, one of each."""
         gather = find_gather()
-        for begin in count(0, find_place()[1]):
+        for begin in count(0, find_rank()[1]):
             own: list[Results] = []
             number = begin
-            for data in islice(self._batches, find_place()[1]):
+            for data in islice(self._batches, find_rank()[1]):
                 if data is not ELSEWHERE:
                     own.append(self._compute(number, data))
                 number += 1

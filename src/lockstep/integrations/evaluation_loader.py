@@ -21,12 +21,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.data.checked_loading import load_seeded
-from lockstep.data.consistency import ORDER, pack, require_same_epoch, require_same_samples
+from lockstep.data.consistency import (
+    ORDER,
+    pack_described,
+    require_same_epoch,
+    require_same_samples,
+)
 from lockstep.data.microbatch import align_tensors
 from lockstep.data.microbatch_sampler import LoadedHere, SeededIndices
 from lockstep.data.repeatability import describe_sample, select_positions
 from lockstep.data.samplers import draw_batches, validate_sampler
-from lockstep.integrations.microbatch_loader import find_gather, find_place, rebuild_loader
+from lockstep.integrations.microbatch_loader import find_gather, find_rank, rebuild_loader
 from lockstep.kernel.errors import DisagreementError, UsageError
 from lockstep.kernel.seeds import isolated, key, seed_all
 from lockstep.kernel.splitting import split_evenly
@@ -104,7 +109,7 @@ class EvaluationLoader:
         self._loader = loader
         self._seed = seed
         self._device = device
-        self._place = find_place() if is_divided else (0, 1)
+        self._place = find_rank() if is_divided else (0, 1)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._takes_turns = self._is_stream or not is_contiguous
         self.dataset: Any = loader.dataset
@@ -183,7 +188,7 @@ class EvaluationLoader:
         gather = find_gather()
         if gather is not None:
             settings = {"number of samples": len(self.dataset), ORDER: order.digest().hex()}
-            require_same_epoch(gather(pack(settings), "beginning an evaluation"))
+            require_same_epoch(gather(pack_described(settings), "beginning an evaluation"))
         self.lists = [order.batch_indices(number).tolist() for number in range(len(order))]
         total = int(min(len(order), self.limit))
         own = self._find_own(total)
@@ -223,7 +228,7 @@ class EvaluationLoader:
             data = next(stream, ELSEWHERE)
             if number == 0 and gather is not None:
                 descriptions = () if data is ELSEWHERE else (describe_sample(0, data),)
-                require_same_samples(gather(pack(descriptions), "comparing samples of"))
+                require_same_samples(gather(pack_described(descriptions), "comparing samples of"))
             if data is ELSEWHERE:
                 break
             yield align_tensors(data) if number % ranks == rank else ELSEWHERE

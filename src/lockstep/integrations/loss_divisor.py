@@ -31,7 +31,7 @@ from lockstep.kernel.seeds import isolated
 from lockstep.model.evaluation import evaluation_mode
 from lockstep.model.generator_states import state_of_others, state_of_torch
 
-__all__ = ["LossDivisor", "count_samples"]
+__all__ = ["LossDivisor", "count_first_dimension"]
 
 ADDED = "added"
 """The kind of a loss of which the micro-batches' values add up to that of the batch."""
@@ -46,7 +46,7 @@ Counts = Mapping[str, int]
 """What the mean of a micro-batch could be over, by its name."""
 
 
-def count_samples(inputs: Any) -> int:
+def count_first_dimension(inputs: Any) -> int:
     """Return the number of samples of a micro-batch, the first dimension of its first tensor."""
     values: Iterable[Any] = inputs.values() if isinstance(inputs, Mapping) else inputs
     for value in values:
@@ -133,7 +133,7 @@ class LossDivisor:
     # --- counting -----------------------------------------------------------------------------
 
     def _count(self, inputs: Any) -> dict[str, int]:
-        counts = {"samples": count_samples(inputs)}
+        counts = {"samples": count_first_dimension(inputs)}
         given = inputs if isinstance(inputs, Mapping) else {}
         labels = given.get("labels")
         shifted = given.get("shift_labels")
@@ -172,7 +172,7 @@ class LossDivisor:
         return [ADDED] if self._are_close(once / 2, twice) else []
 
     def _examine_halves(self, inputs: Any, items: Any) -> list[str] | None:
-        size = count_samples(inputs)
+        size = count_first_dimension(inputs)
         if size < 2:
             return None
         halves = halve_samples(dict(inputs), size)

@@ -50,7 +50,7 @@ __all__ = [
     "MicrobatchLoader",
     "Microbatches",
     "find_gather",
-    "find_place",
+    "find_rank",
     "leaving",
     "rebuild_loader",
 ]
@@ -72,7 +72,7 @@ KEPT = (
 """The options of a DataLoader that do not decide which samples it yields."""
 
 
-def find_place() -> tuple[int, int]:
+def find_rank() -> tuple[int, int]:
     """Return this rank and the number of ranks."""
     if not dist.is_initialized():
         return 0, 1
@@ -81,7 +81,7 @@ def find_place() -> tuple[int, int]:
 
 def find_gather() -> GatherFn | None:
     """Return a function that exchanges messages with all ranks; None on one rank."""
-    return all_gather_bytes if find_place()[1] > 1 else None
+    return all_gather_bytes if find_rank()[1] > 1 else None
 
 
 @contextmanager
@@ -145,7 +145,7 @@ class MicrobatchLoader:
         known: tuple[type, ...] = (),
         shuffle: bool | None = None,
     ) -> None:
-        rank, ranks = find_place()
+        rank, ranks = find_rank()
         self.share = ReplicaShare(microbatches, on_one_host(ranks), rank)
         self.dataset: Any = loader.dataset
         self._seed = seed

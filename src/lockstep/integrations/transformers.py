@@ -31,12 +31,12 @@ from lockstep.data.microbatch import map_tensors
 from lockstep.data.microbatch_sampler import LoadedHere
 from lockstep.integrations.evaluated_results import EvaluatedResults, Results
 from lockstep.integrations.evaluation_loader import EvaluationLoader, evaluating
-from lockstep.integrations.loss_divisor import LossDivisor, count_samples
+from lockstep.integrations.loss_divisor import LossDivisor, count_first_dimension
 from lockstep.integrations.microbatch_loader import (
     Microbatches,
     MicrobatchLoader,
     find_gather,
-    find_place,
+    find_rank,
     leaving,
 )
 from lockstep.kernel.buffers import Buffers
@@ -312,10 +312,10 @@ class ExactTrainer(Trainer):
         name = getattr(self.model, "main_input_name", "input_ids")
 
         def compute(number: int, inputs: Any) -> Results:
-            place = f"rank {find_place()[0]}, evaluation batch {number}"
+            place = f"rank {find_rank()[0]}, evaluation batch {number}"
             loader.seed(number)
             kept = inputs[name] if "inputs" in settings.include_for_metrics else None
-            size = count_samples(inputs)
+            size = count_first_dimension(inputs)
             guard = CollectiveCallGuard(lambda: place)
             with self._as_one_process(), buffers.preserve(), guard:
                 values = predict(self.model, inputs, only_loss, ignore_keys)

@@ -11,9 +11,17 @@ The tree is not needed where a sum is exact: for squares in the norm, metrics an
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 
-__all__ = ["PartialSums", "compute_partial_sums", "merge_partial_sums", "round_sum"]
+__all__ = [
+    "PartialSums",
+    "compute_partial_sums",
+    "merge_partial_sums",
+    "pack_sums",
+    "round_sum",
+    "unpack_sums",
+]
 
 PartialSums = list[float]
 """A few floats with the exact sum of many, the largest first."""
@@ -34,6 +42,16 @@ def compute_partial_sums(values: Iterable[float]) -> PartialSums:
 def merge_partial_sums(left: Sequence[float], right: Sequence[float]) -> PartialSums:
     """Return the partial sums of two ranges of ranks together."""
     return compute_partial_sums([*left, *right])
+
+
+def pack_sums(sums: Sequence[float]) -> bytes:
+    """Return the message of partial sums."""
+    return array("d", sums).tobytes()
+
+
+def unpack_sums(message: bytes) -> PartialSums:
+    """Return the partial sums of a message."""
+    return array("d", message).tolist()
 
 
 def round_sum(values: Iterable[float]) -> float:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -33,7 +32,12 @@ from torch import nn
 
 from lockstep.kernel import norm as gradient_norm
 from lockstep.kernel.errors import GradientError
-from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums
+from lockstep.kernel.exact_sum import (
+    compute_partial_sums,
+    merge_partial_sums,
+    pack_sums,
+    unpack_sums,
+)
 from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.parts import Executor, Part, Update
 from lockstep.kernel.rank_status import RankStatus, StatusSummary, make_status, summarize
@@ -329,8 +333,8 @@ class OptimizerStep:
         sums = self.parallel.messages.reduce(
             compute_partial_sums(squares),
             merge_partial_sums,
-            lambda values: array("d", values).tobytes(),
-            lambda message: array("d", message).tolist(),
+            pack_sums,
+            unpack_sums,
             f"at the norm of the gradient {step.label.about}",
         )
         return gradient_norm.compute_norm(sums)

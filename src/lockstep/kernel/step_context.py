@@ -239,7 +239,6 @@ class StepTimes:
 
     Attributes:
         begun: When the executor began.
-        idle: Seconds that a stage waited for its neighbours.
         loading: Seconds for data that were loaded between the micro-batches.
         computed: When the last micro-batch was computed.
         arrived: When the exchange of the statuses began.
@@ -252,7 +251,6 @@ class StepTimes:
     """
 
     begun: float = 0.0
-    idle: float = 0.0
     loading: float = 0.0
     computed: float = 0.0
     arrived: float = 0.0

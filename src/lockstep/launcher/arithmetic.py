@@ -36,7 +36,7 @@ from lockstep.launcher.arithmetic_families import (
     FAMILIES,
     FLOATS,
     FUNCTIONS,
-    Results,
+    ComputedTensors,
     make_values,
 )
 
@@ -98,7 +98,7 @@ def measure_arithmetic() -> str:
     return arithmetic
 
 
-def _probe() -> Results:
+def _probe() -> ComputedTensors:
     """Yield a few results that tell most kinds of arithmetic apart.
 
     It calls each of MKL's vector functions, whose first call must not be made by several threads at
@@ -113,7 +113,7 @@ def _probe() -> Results:
             yield getattr(torch, name)(inside)
 
 
-def _hash(results: Results) -> str:
+def _hash(results: ComputedTensors) -> str:
     digest = hashlib.sha256()
     for result in results:
         digest.update(result.contiguous().reshape(-1).view(torch.uint8).numpy().data)

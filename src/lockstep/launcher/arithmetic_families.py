@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import numpy
 import torch
 
-__all__ = ["FAMILIES", "FLOATS", "FUNCTIONS", "Results", "make_values"]
+__all__ = ["FAMILIES", "FLOATS", "FUNCTIONS", "ComputedTensors", "make_values"]
 
 aten = torch.ops.aten
-Results = Iterator[torch.Tensor]
+ComputedTensors = Iterator[torch.Tensor]
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 FUNCTIONS = (
@@ -37,7 +37,7 @@ def make_values(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) 
 # --- the families -----------------------------------------------------------------------------
 
 
-def _multiply(dtype: torch.dtype) -> Results:
+def _multiply(dtype: torch.dtype) -> ComputedTensors:
     of = functools.partial(make_values, dtype=dtype)
     a = of(96, 130)
     b = of(130, 70, seed=7)
@@ -53,7 +53,7 @@ def _multiply(dtype: torch.dtype) -> Results:
     yield torch.baddbmm(of(4, 17, 17), of(4, 17, 33), of(4, 17, 33, seed=5).mT, beta=0.5, alpha=0.3)
 
 
-def _convolve(dtype: torch.dtype) -> Results:
+def _convolve(dtype: torch.dtype) -> ComputedTensors:
     of = functools.partial(make_values, dtype=dtype)
     cases = [
         (of(4, 1, 28, 28), of(10, 1, 5, 5), 1, 0, 1, False),
@@ -72,7 +72,7 @@ def _convolve(dtype: torch.dtype) -> Results:
         )
 
 
-def _attend(dtype: torch.dtype) -> Results:
+def _attend(dtype: torch.dtype) -> ComputedTensors:
     q, k, v = (make_values(2, 2, 20, 16, seed=seed, dtype=dtype) for seed in (1, 2, 3))
     for is_causal in (False, True):
         y, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
@@ -82,7 +82,7 @@ def _attend(dtype: torch.dtype) -> Results:
         )
 
 
-def _normalize_exponentials(dtype: torch.dtype) -> Results:
+def _normalize_exponentials(dtype: torch.dtype) -> ComputedTensors:
     x = make_values(16, 201, dtype=dtype)
     gradient = make_values(16, 201, seed=5, dtype=dtype)
     for dim in (0, 1):
@@ -94,7 +94,7 @@ def _normalize_exponentials(dtype: torch.dtype) -> Results:
         yield aten._log_softmax_backward_data(gradient, y, dim, dtype)
 
 
-def _apply_functions(dtype: torch.dtype, count: int = 512) -> Results:
+def _apply_functions(dtype: torch.dtype, count: int = 512) -> ComputedTensors:
     x = make_values(count, dtype=dtype)
     gradient = make_values(count, seed=5, dtype=dtype)
     inside = (x / 4 + 0.5).clamp(0.01, 0.99)  # of the domain of every function
@@ -116,7 +116,7 @@ def _apply_functions(dtype: torch.dtype, count: int = 512) -> Results:
         yield aten.gelu_backward(gradient, x, approximate=approximation)
 
 
-def _normalize(dtype: torch.dtype) -> Results:
+def _normalize(dtype: torch.dtype) -> ComputedTensors:
     x = make_values(6, 12, 35, dtype=dtype)
     gradient = make_values(6, 12, 35, seed=5, dtype=dtype)
     weight = make_values(12, dtype=dtype)
@@ -140,7 +140,7 @@ def _normalize(dtype: torch.dtype) -> Results:
     )
 
 
-def _reduce(dtype: torch.dtype) -> Results:
+def _reduce(dtype: torch.dtype) -> ComputedTensors:
     x = make_values(17, 528, dtype=dtype)
     for dim in (None, 0, 1):
         yield torch.sum(x, dim)
@@ -152,7 +152,7 @@ def _reduce(dtype: torch.dtype) -> Results:
     yield aten.avg_pool2d(x[:, :512].reshape(17, 2, 16, 16), [3, 3])
 
 
-def _draw(dtype: torch.dtype) -> Results:
+def _draw(dtype: torch.dtype) -> ComputedTensors:
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.empty(104, dtype=dtype, device="cpu")
     yield x.uniform_(generator=generator).clone()
@@ -162,7 +162,7 @@ def _draw(dtype: torch.dtype) -> Results:
         yield x.normal_(generator=generator)
 
 
-def _call_c_library(dtype: torch.dtype) -> Results:
+def _call_c_library(dtype: torch.dtype) -> ComputedTensors:
     """Yield results of code without vector instructions, such as that for the last elements."""
     yield from _apply_functions(dtype, count=3)
     generator = torch.Generator("cpu").manual_seed(0)
@@ -171,7 +171,7 @@ def _call_c_library(dtype: torch.dtype) -> Results:
     yield x.exponential_(generator=generator)
 
 
-def _use_numpy(dtype: torch.dtype) -> Results:
+def _use_numpy(dtype: torch.dtype) -> ComputedTensors:
     if dtype is not torch.bfloat16:  # which numpy does not have
         x = make_values(1003, dtype=dtype).numpy()
         for function in (numpy.exp, numpy.sin, numpy.tanh, numpy.sum, numpy.linalg.norm):
@@ -179,7 +179,7 @@ def _use_numpy(dtype: torch.dtype) -> Results:
         yield torch.as_tensor(x @ x)
 
 
-FAMILIES: dict[str, Callable[[torch.dtype], Results]] = {
+FAMILIES: dict[str, Callable[[torch.dtype], ComputedTensors]] = {
     "matrix products": _multiply,
     "convolutions": _convolve,
     "attention": _attend,

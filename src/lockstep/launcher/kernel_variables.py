@@ -17,7 +17,7 @@ from lockstep.kernel.errors import UsageError
 __all__ = [
     "OF_TORCH",
     "PORTABLE",
-    "find_missing",
+    "find_missing_variables",
     "find_of_launch",
     "find_of_numpy",
     "is_portable_requested",
@@ -56,12 +56,14 @@ def find_of_launch(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to the environment of a launch with portable arithmetic.
 
     Raises:
-        UsageError: As for `find_missing`.
+        UsageError: As for `find_missing_variables`.
     """
-    return find_missing(environ, {PORTABLE: "1", **OF_TORCH, **find_of_numpy()})
+    return find_missing_variables(environ, {PORTABLE: "1", **OF_TORCH, **find_of_numpy()})
 
 
-def find_missing(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
+def find_missing_variables(
+    environ: Mapping[str, str], variables: Mapping[str, str]
+) -> dict[str, str]:
     """Return those of `variables` that are not set yet.
 
     Raises:

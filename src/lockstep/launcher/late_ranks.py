@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lockstep.formatting import format_numbered
 from lockstep.launcher.environment import RankInfo
 
-__all__ = ["LongWait", "advise", "describe_ranks", "is_speaker"]
+__all__ = ["LongWait", "advise_on_late_ranks", "describe_ranks", "is_speaker"]
 
 NOTE_AFTER = 3.0  # seconds until a note is printed
 NOTE_INTERVAL = 10.0  # seconds between two notes
@@ -84,7 +84,7 @@ def describe_ranks(ranks: Sequence[int], rank_info: RankInfo) -> str:
     return f"{format_numbered('host', hosts)} ({text})" if hosts else text
 
 
-def advise(ranks: Sequence[int], rank_info: RankInfo) -> str:
+def advise_on_late_ranks(ranks: Sequence[int], rank_info: RankInfo) -> str:
     """Return what to check if these ranks have not come.
 
     Args:

@@ -28,7 +28,7 @@ from lockstep.launcher.arithmetic_difference import NOT_OF_TORCH, join, name_dif
 from lockstep.launcher.kernel_variables import (
     OF_TORCH,
     PORTABLE,
-    find_missing,
+    find_missing_variables,
     is_portable_requested,
 )
 from lockstep.messages import log
@@ -72,7 +72,7 @@ def choose_kernels(
             f"portable bits are those of the CPU, and this rank computes on {device}: pass "
             'device="cpu" to ls.init, or run without --portable'
         )
-    variables = find_missing(os.environ, {PORTABLE: "1", **OF_TORCH})
+    variables = find_missing_variables(os.environ, {PORTABLE: "1", **OF_TORCH})
     _replace_kernels(True)
     for name, value in variables.items():
         set_variable(name, value)
@@ -132,6 +132,6 @@ def _note_unknown(version: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(find_missing(os.environ, OF_TORCH))
+    os.environ.update(find_missing_variables(os.environ, OF_TORCH))
     _replace_kernels(True)
     print(measure_of_torch())

@@ -38,7 +38,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from lockstep.comm.hosts.identity import identify_host, is_loopback
 from lockstep.kernel.errors import LaunchEnvironmentError, RendezvousError
 from lockstep.launcher.environment import RankInfo, is_elastic_on_hosts
-from lockstep.launcher.late_ranks import LongWait, advise, describe_ranks
+from lockstep.launcher.late_ranks import LongWait, advise_on_late_ranks, describe_ranks
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import escape_control, log
 
@@ -255,7 +255,7 @@ def _wait(store: Store, rank_info: RankInfo, deadline: float) -> None:
             missing = _list_missing(store, range(rank_info.world_size))
             if missing:
                 what = describe_ranks(missing, rank_info)
-                advice = advise(missing, rank_info)
+                advice = advise_on_late_ranks(missing, rank_info)
                 log(f"{wait.describe(f'rank {rank_info.rank}', what)}; {advice}")
     report_to_launcher({"kind": "waiting", "ranks": []})
     value: bytes = store.get("complete")
@@ -327,5 +327,6 @@ def _describe_timeout(rank_info: RankInfo, missing: list[int], waited: float) ->
     reach = ", which other hosts cannot reach" if is_local else ""
     return (
         f"{describe_ranks(missing, rank_info)} did not join within {waited:.0f} s, while the "
-        f"others waited at {rank_info.store_location}{reach}; {advise(missing, rank_info)}"
+        f"others waited at {rank_info.store_location}{reach}; "
+        f"{advise_on_late_ranks(missing, rank_info)}"
     )

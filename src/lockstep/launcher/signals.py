@@ -20,7 +20,7 @@ __all__ = [
     "print_stack_on_signal",
     "receiving",
     "reports_on_request",
-    "take_request",
+    "take_stack_request",
 ]
 
 _requests: list[int] = []  # SIGUSR1, received by a launcher
@@ -67,7 +67,7 @@ def exiting_on_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reports_on_request() -> Iterator[None]:
-    """Note SIGUSR1 while the body runs, for `take_request`."""
+    """Note SIGUSR1 while the body runs, for `take_stack_request`."""
     unregister: Any = faulthandler.unregister  # returns whether the signal was registered
     is_main = threading.current_thread() is threading.main_thread()
     is_rank = is_main and unregister(signal.SIGUSR1)
@@ -79,7 +79,7 @@ def reports_on_request() -> Iterator[None]:
             print_stack_on_signal()
 
 
-def take_request() -> bool:
+def take_stack_request() -> bool:
     """Return whether SIGUSR1 has asked this launcher where its ranks are since the last call."""
     has_request = bool(_requests)
     _requests.clear()

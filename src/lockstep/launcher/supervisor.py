@@ -32,7 +32,7 @@ from lockstep.launcher.failure_attribution import (
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.rank_probes import group_exists
 from lockstep.launcher.rank_processes import RankProcesses
-from lockstep.launcher.signals import reports_on_request, take_request
+from lockstep.launcher.signals import reports_on_request, take_stack_request
 from lockstep.messages import log
 
 __all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor"]
@@ -51,6 +51,7 @@ POLL = 0.005  # seconds between two checks of process groups that are ending
 TICK = 0.25  # seconds between two checks for unfinished lines of output
 
 
+# It has many methods: those of the processes that it waits for, which another host's can replace.
 class RankSupervisor(RankProcesses):
     """The ranks of one launch on this host, which it waits for and ends.
 
@@ -211,7 +212,7 @@ class RankSupervisor(RankProcesses):
 
     def _answer_request(self) -> None:
         """Print where the ranks are, if SIGUSR1 asked for it."""
-        if take_request():
+        if take_stack_request():
             self.hang_monitor.print_places()
 
     def _end_after_failure(self) -> RankError | None:

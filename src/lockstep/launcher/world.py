@@ -49,7 +49,7 @@ from lockstep.processor_core import divide_cores
 
 __all__ = [
     "World",
-    "close_connections",
+    "close_world_connections",
     "cpu_backend",
     "get_timeout",
     "init",
@@ -304,13 +304,13 @@ def get_timeout() -> float:
 
 def leave_round() -> None:
     """Leave the group of a round that is over; ranks that wait for this one notice at once."""
-    close_connections()
+    close_world_connections()
     close_all()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def close_connections() -> None:
+def close_world_connections() -> None:
     """Shut down the network connections of the default group; calls that wait for them raise.
 
     May be called on any thread. Does nothing for a group in shared memory, which has none.

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd import graph as autograd_graph
 
+from lockstep.compiled_wrapper import WRAPPER, unwrap
 from lockstep.kernel.rng_scopes import is_in_backward
 
 __all__ = [
@@ -30,8 +31,8 @@ __all__ = [
     "class_name",
     "describe_line",
     "find_source",
+    "is_code_of_user",
     "is_exchange_of_shards",
-    "is_user_code",
 ]
 
 MODULE_CALL = nn.Module._call_impl.__code__
@@ -77,7 +78,7 @@ class CallSites:
         for root, module in modules.items():
             for name, part in module.named_modules():
                 # Without the part that torch.compile adds to each name.
-                path = [key for key in (root, *name.split(".")) if key not in ("", "_orig_mod")]
+                path = [key for key in (root, *name.split(".")) if key not in ("", WRAPPER)]
                 self._units.setdefault(part, ".".join(path) or class_name(part))
                 self._paths.setdefault(part, path)
                 for own, parameter in part.named_parameters(recurse=False):
@@ -111,7 +112,7 @@ class CallSites:
             if code is MODULE_CALL:
                 candidate = frame.f_locals["self"]
                 module = candidate if module is None and candidate in self._units else module
-            elif not source and is_user_code(code):
+            elif not source and is_code_of_user(code):
                 source = describe_line(frame)
             frame = frame.f_back
         if module is None:
@@ -137,7 +138,7 @@ class CallSites:
 
 def find_source(frame: FrameType | None) -> str:
     """Return the line of the user's program that is being executed in a frame or its callers."""
-    while frame is not None and not is_user_code(frame.f_code):
+    while frame is not None and not is_code_of_user(frame.f_code):
         frame = frame.f_back
     return "" if frame is None else describe_line(frame)
 
@@ -159,12 +160,12 @@ def is_exchange_of_shards(frame: FrameType | None) -> bool:
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a model's class, without wrappers and before it was sharded."""
-    kinds = type(getattr(module, "_orig_mod", module)).__mro__
+    kinds = type(unwrap(module)).__mro__
     return kinds[2 if kinds[1].__name__ == "FSDPModule" else 0].__name__
 
 
 @lru_cache(maxsize=10_000)
-def is_user_code(code: CodeType) -> bool:
+def is_code_of_user(code: CodeType) -> bool:
     """Return whether code belongs to the user's program or to a library that it uses."""
     name = code.co_filename
     if name.startswith(("<frozen", "<eval_with_key>")) or name.startswith(TORCH):

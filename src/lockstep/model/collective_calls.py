@@ -1,10 +1,11 @@
-"""Collective calls of the script inside of a step, which are refused.
+"""Calls of the script inside of a step whose results depend on the number of ranks: refused.
 
 Each rank computes other micro-batches. What it would gather or add is that of its own part, so the
 result would depend on the number of ranks, and ranks with more micro-batches would wait forever:
 
     a loss that gathers the embeddings of all ranks        refused, on one process too
     the trainer's own calls: gradients, stages, elastic    permitted
+    next() of a second DataLoader in each micro-batch      refused: its items follow the calls
 
 The functions of `torch.distributed` end in methods of a process group. These get a wrapper once,
 which asks whether a micro-batch is being computed, and if so, whose code has made the call.
@@ -21,10 +22,11 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
-from lockstep.model.call_site import FSDP, LOCKSTEP, TORCH, describe_line, is_user_code
+from lockstep.model.call_site import FSDP, LOCKSTEP, TORCH, describe_line, is_code_of_user
 
 __all__ = ["CollectiveCallGuard", "wrap_collective_calls"]
 
@@ -36,6 +38,9 @@ FUNCTIONAL = "torch.distributed._functional_collectives"
 
 RESOLVE = re.compile("_resolve_group(_name)?$")
 """The names of the functions that they call first."""
+
+PLACE = "_lockstep_place"
+"""The attribute of an iterator with the micro-batch that has advanced it first."""
 
 _guards: list[CollectiveCallGuard] = []
 """The guards that are entered; those of several models need not be left in the opposite order."""
@@ -75,6 +80,7 @@ def wrap_collective_calls() -> None:
     for kind in type(dist.group.WORLD).__mro__:
         if issubclass(kind, dist.ProcessGroup):
             _wrap(kind, kind, METHODS)
+    _wrap_data_loaders()
 
 
 def _wrap(key: Any, owner: Any, names: re.Pattern[str]) -> None:
@@ -82,6 +88,47 @@ def _wrap(key: Any, owner: Any, names: re.Pattern[str]) -> None:
         if names.match(name):
             setattr(owner, name, _wrapper(name, value))
     _wrapped.add(key)
+
+
+def _wrap_data_loaders() -> None:
+    """Wrap the iterators of DataLoaders, to find those that several micro-batches advance."""
+    kind: Any = _BaseDataLoaderIter
+    if kind in _wrapped:
+        return
+    _wrapped.add(kind)
+    advance = kind.__next__
+    restart = kind._reset
+
+    @functools.wraps(advance)
+    def call(iterator: Any) -> Any:
+        place = next(filter(None, (guard.place() for guard in _guards)), "")
+        first = vars(iterator).setdefault(PLACE, place)
+        if place and place != first and (line := _find_user_line(sys._getframe(1))):
+            before = f"in {first}" if first else "outside of the micro-batches"
+            raise UsageError(
+                f"{place}: a DataLoader was advanced at {line}, as it was {before}; each rank "
+                "computes other micro-batches, so the items that they get depend on the number of "
+                "ranks: let one dataset return all that belongs to a sample, or iterate over a "
+                "DataLoader as a whole"
+            )
+        return advance(iterator)
+
+    @functools.wraps(restart)
+    def begin_again(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        vars(iterator).pop(PLACE, None)  # of an earlier iteration, with persistent workers
+        return restart(iterator, *args, **kwargs)
+
+    kind.__next__ = call
+    kind._reset = begin_again
+
+
+def _find_user_line(frame: FrameType | None) -> str:
+    """Return the line of the script that made a call; "" if it is a call of Lockstep."""
+    while frame is not None and not frame.f_code.co_filename.startswith(LOCKSTEP):
+        if is_code_of_user(frame.f_code):
+            return describe_line(frame)
+        frame = frame.f_back
+    return ""
 
 
 def _wrapper(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +155,7 @@ def _check(guard: CollectiveCallGuard, name: str, frame: FrameType | None) -> No
             return  # the exchange of shards
         if code.co_filename.startswith(f"{TORCH}/distributed"):
             name = code.co_name
-        elif is_user_code(code) and (place := guard.place()):
+        elif is_code_of_user(code) and (place := guard.place()):
             raise UsageError(
                 f"{place}: {name} was called at {describe_line(frame_of_call)}, inside of a step; "
                 "each rank computes other micro-batches, so the result of a collective call "

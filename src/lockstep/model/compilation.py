@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.compiled_wrapper import remove_wrappers
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.model.description import describe_value
 
@@ -49,7 +50,7 @@ def find_compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the compiled modules of a model with their names in the model before compilation."""
     for name, module in model.named_modules():
         if is_compiled(module):
-            yield _plain(name), module
+            yield remove_wrappers(name), module
 
 
 def count_compiled(model: nn.Module) -> int:
@@ -95,7 +96,7 @@ def check_compilation(model: nn.Module) -> None:
 def check_blocks_of(model: nn.Module, blocks: Sequence[str]) -> None:
     """Raise LayoutError if a block is a part of a compiled module."""
     compiled = [name for name, _ in find_compiled(model)]
-    for block in map(_plain, blocks):
+    for block in map(remove_wrappers, blocks):
         for name in compiled:
             if block != name and f"{block}.".startswith(f"{name}." if name else ""):
                 raise LayoutError(
@@ -123,11 +124,6 @@ def describe_compilation(model: nn.Module) -> dict[str, str]:
             ]
         )
     return entries
-
-
-def _plain(name: str) -> str:
-    """Return the name of a module in the model before compilation."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _find_context(module: nn.Module) -> Any:

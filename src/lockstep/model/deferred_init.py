@@ -37,7 +37,7 @@ from lockstep.sharded_tensors import is_sharded, read_version
 
 __all__ = [
     "BlockLike",
-    "Blocks",
+    "BlocksLike",
     "Released",
     "build",
     "build_sequence",
@@ -53,10 +53,10 @@ __all__ = [
 ]
 
 BlockLike = nn.Module | Callable[[], nn.Module]
-Blocks = BlockLike | Sequence[BlockLike]
+BlocksLike = BlockLike | Sequence[BlockLike]
 
 
-def build(blocks: Blocks, seed: int = 0, device: str | torch.device = "cpu") -> nn.Module:
+def build(blocks: BlocksLike, seed: int = 0, device: str | torch.device = "cpu") -> nn.Module:
     """Build a model with the same initial weights on every rank.
 
     Args:

@@ -57,11 +57,11 @@ __all__ = [
     "Difference",
     "describe",
     "describe_arithmetic",
-    "describe_environment",
     "describe_module",
     "describe_optimizer",
     "describe_options",
     "describe_tensors",
+    "describe_torch_settings",
     "describe_value",
     "find_difference",
     "ignored_attributes",
@@ -202,7 +202,7 @@ def describe_options(path: str, optimizer: Optimizer) -> Description:
     }
 
 
-def describe_environment() -> Description:
+def describe_torch_settings() -> Description:
     """Describe the settings of torch that determine results."""
     entries = {
         "lockstep.__version__": VERSION,

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Call", "Checksums", "StepFingerprint", "TrainerFingerprint"]
+__all__ = ["Checksums", "ModuleCall", "StepFingerprint", "TrainerFingerprint"]
 
 Checksums = tuple[int, ...]
 """The checksums of all tensors of a nested value, in order."""
 
-Call = tuple[str, str, Checksums]
+ModuleCall = tuple[str, str, Checksums]
 """("enter", module, inputs) or ("leave", module, outputs)."""
 
 
@@ -47,7 +47,7 @@ class StepFingerprint:
     step: int
     before: dict[str, int] = field(default_factory=dict)
     data: dict[int, Checksums] = field(default_factory=dict)
-    calls: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
+    calls: dict[tuple[int, int], list[ModuleCall]] = field(default_factory=dict)
     backward: dict[int, dict[tuple[str, int, int], int]] = field(default_factory=dict)
     leaf_gradients: dict[int, dict[str, int]] = field(default_factory=dict)
     leaf_buffers: dict[int, dict[str, int]] = field(default_factory=dict)

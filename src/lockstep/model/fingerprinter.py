@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.checksum import checksum
+from lockstep.compiled_wrapper import WRAPPER, remove_wrappers
 from lockstep.data.microbatch import Batch
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.step_context import Position, StepContext, StepObserver
@@ -37,9 +38,6 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.sharded_tensors import gather
 
 __all__ = ["Fingerprinter", "checksums", "hookable_modules"]
-
-WRAPPER = "_orig_mod"
-"""The attribute of a compiled wrapper that holds the module, and so a part of each name."""
 
 
 class Fingerprinter(StepObserver):
@@ -86,7 +84,7 @@ class Fingerprinter(StepObserver):
 
     def trainer(self, backend: str) -> TrainerFingerprint:
         """Return the fingerprint of the trainer's current state; `backend` is that of the ranks."""
-        parameters = tuple(_plain(name) for name, _ in self._model.named_parameters())
+        parameters = tuple(remove_wrappers(name) for name, _ in self._model.named_parameters())
         return TrainerFingerprint(class_name(self._model), backend, parameters, self._state())
 
     @contextmanager
@@ -120,7 +118,7 @@ class Fingerprinter(StepObserver):
         self.current.losses = {index: loss.hex() for index, loss in losses.items()}
         if self._has_whole_gradients:
             self.current.gradients = {
-                _plain(name): 0 if parameter.grad is None else _checksum(parameter.grad)
+                remove_wrappers(name): 0 if parameter.grad is None else _checksum(parameter.grad)
                 for name, parameter in self._model.named_parameters()
                 if not parameter.is_meta
             }
@@ -136,7 +134,7 @@ class Fingerprinter(StepObserver):
         done = self.current
         done.state = self._state()
         done.optimizer = {
-            _plain(name): _checksum(value)
+            remove_wrappers(name): _checksum(value)
             if isinstance(value, torch.Tensor)
             else xxhash.xxh3_64_intdigest(repr(value).encode())
             for name, value in optimizer.items()
@@ -150,10 +148,11 @@ class Fingerprinter(StepObserver):
     def _state(self) -> dict[str, int]:
         """Return the checksums of the parameters and buffers that are on this rank."""
         tensors = chain(self._model.named_parameters(), self._model.named_buffers())
-        hashes = {_plain(name): _checksum(one) for name, one in tensors if not one.is_meta}
+        hashes = {remove_wrappers(name): _checksum(one) for name, one in tensors if not one.is_meta}
         for root, module in self._buffers_of.items():
             hashes |= {
-                _plain(name): checksum(buffer) for name, buffer in module.named_buffers(root)
+                remove_wrappers(name): checksum(buffer)
+                for name, buffer in module.named_buffers(root)
             }
         return hashes
 
@@ -217,7 +216,7 @@ class Fingerprinter(StepObserver):
             (self.current.leaf_gradients, gradients),
             (self.current.leaf_buffers, current),
         ):
-            named = {_plain(name): value for name, value in hashes.items()}
+            named = {remove_wrappers(name): value for name, value in hashes.items()}
             recorded.setdefault(microbatch, {}).update(named)
 
 
@@ -263,8 +262,3 @@ def hookable_modules(
                 yield from visit(child_name, child, f"{child_name}.")
 
     yield from visit(name, module, "" if is_root else f"{name}.")
-
-
-def _plain(name: str) -> str:
-    """Return a tensor's name in the model before compilation."""
-    return name.replace(f"{WRAPPER}.", "")

@@ -108,6 +108,10 @@ class HeldParameters:
         self._identities, self._groups = self._find_identities(), self._find_groups()
         self.take_memory()
 
+    def list_modules(self) -> list[nn.Module]:
+        """Return the modules of the training, with their submodules."""
+        return [part for root in self._roots.values() for part in root.modules()]
+
     def take_memory(self) -> None:
         """Hold the memory of the parameters as it is now."""
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
@@ -348,6 +352,11 @@ HOLDERS: WeakSet[HeldParameters] = WeakSet()
 """What the trainers of this process hold: the model of one may be called in a step of another."""
 
 
+def is_trained(parameter: torch.Tensor) -> bool:
+    """Return whether a training of this process adds the gradients of a parameter."""
+    return any(id(parameter) in holder._trained for holder in HOLDERS)
+
+
 def explain_write(name: str) -> str:
     """Return the sentence about a parameter that forward or backward wrote."""
     return (
@@ -398,6 +407,28 @@ def find_leaves(root: torch.Tensor) -> list[torch.Tensor]:
                 elif (leaf := getattr(node, "variable", None)) is not None:
                     leaves.append(leaf)
     return leaves
+
+
+def has_nodes_between(root: torch.Tensor, begin: int, end: int) -> bool:
+    """Return whether a graph has operations that autograd has numbered from `begin` to `end`."""
+    seen = set[Any]()
+    waiting = [root.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if begin <= node._sequence_nr() < end:
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def count_operations() -> int:
+    """Return the number that autograd gives to the next operation of this thread."""
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).view(()).grad_fn
+    return int(node._sequence_nr())
 
 
 def _describe_layout(parameter: torch.Tensor) -> str:

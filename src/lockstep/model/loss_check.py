@@ -66,7 +66,7 @@ class LossCheckHook(StepHook):
         step.observers.append(LossCheck(step, self._modules))
 
 
-Part = tuple[Any, Any]
+LossPart = tuple[Any, Any]
 """The outputs of some samples, and their part of the batch."""
 
 
@@ -82,7 +82,7 @@ class LossCheck(StepObserver):
         self._step = step
         self._parallel = step.parallel
         self._modules = {part for module in modules.values() for part in module.modules()}
-        self._single: Part | None = None  # a micro-batch of one sample
+        self._single: LossPart | None = None  # a micro-batch of one sample
         self._has_warned = False
 
     def watch_loss(
@@ -102,7 +102,7 @@ class LossCheck(StepObserver):
         checked.__name__ = loss_name(loss)
         return checked
 
-    def _check(self, microbatch: Microbatch, whole: Part) -> None:
+    def _check(self, microbatch: Microbatch, whole: LossPart) -> None:
         half = max(2, microbatch.size) // 2
         if microbatch.size > 1:
             parts = halve_samples(whole, microbatch.size)
@@ -139,13 +139,13 @@ class LossCheck(StepObserver):
                 "not_additive",
             )
 
-    def _weigh(self, part: Part, size: int) -> float:
+    def _weigh(self, part: LossPart, size: int) -> float:
         if is_sum(self._parallel.loss):
             return 1.0
         weight = self._parallel.loss_weight
         return float(size) if weight is None else float(weight(part[1]))
 
-    def _compute(self, parts: Sequence[Part]) -> list[float] | None:
+    def _compute(self, parts: Sequence[LossPart]) -> list[float] | None:
         """Return the losses of some parts; None if the loss depends on more than these."""
         device = self._parallel.device
         loss = self._parallel.loss
@@ -183,7 +183,7 @@ class LossCheck(StepObserver):
             stack.callback(register_module_forward_pre_hook(refuse).remove)
             yield
 
-    def _find_limit(self, losses: Sequence[float], whole: Part) -> float:
+    def _find_limit(self, losses: Sequence[float], whole: LossPart) -> float:
         """Return the largest difference that rounding explains."""
         floats: list[torch.Tensor] = []
 

@@ -76,7 +76,7 @@ class NativeSeeder:
     """
 
     def __init__(self, order: Sequence[int]) -> None:
-        self._native = load_native().UnitSeeder(order, _get_numpy_generator, _seed_others)
+        self._native = load_native().ScopeSeeder(order, _get_numpy_generator, _seed_others)
         self.seed: Callable[[bytes, int, int], int] = self._native.seed
         self.begin: Callable[[bytes, int], int] = self._native.begin
 

@@ -30,7 +30,11 @@ from lockstep.kernel.errors import DisagreementError, LockstepError, StateError
 from lockstep.kernel.rank_status import StatusSummary, merge_by_name
 from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.kernel.step_hooks import StepHook
-from lockstep.model.held_parameters import HeldParameters
+from lockstep.model.held_parameters import (
+    HeldParameters,
+    count_operations,
+    has_nodes_between,
+)
 from lockstep.sharded_tensors import is_sharded
 
 __all__ = ["StateMutationCheck", "require_same_weights"]
@@ -39,7 +43,7 @@ FIRST = 3
 GRAPHS_EVERY = 20
 """The steps whose graphs are read: the first FIRST steps, and each multiple of GRAPHS_EVERY."""
 
-Weights = dict[str, str | None]
+WeightHashes = dict[str, str | None]
 """For each position in a replica, the hash of the parameters before the step.
 
 It is "" if they are not compared, and None if ranks differ.
@@ -62,6 +66,8 @@ class StateMutationCheck(StepHook, StepObserver):
     def __init__(self, modules: Mapping[str, nn.Module], held: HeldParameters) -> None:
         self._modules = dict(modules)
         self.held = held
+        self._begun = -1  # the number of the step's first operation, if the script computes it
+        self._backwards: dict[int, int] = {}  # those of the ends of micro-batches
         self._stranger = ""  # the failure of `record_graph` in this step
         self._failure = ""  # why the results of this step depend on the layout
 
@@ -74,8 +80,11 @@ class StateMutationCheck(StepHook, StepObserver):
     def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
         """Record the state before the first micro-batch, and watch the micro-batches."""
         self._stranger, self._failure = "", self.held.begin()
+        self._begun = -1
         if step.number < FIRST or step.number % GRAPHS_EVERY == 0:
             step.observers.append(self)
+            self._backwards = {}
+            self._begun = count_operations() if batch is None else -1
         return self._explaining(step) if self._failure else None
 
     @contextmanager
@@ -88,7 +97,7 @@ class StateMutationCheck(StepHook, StepObserver):
                 raise StateError(f"{step.where}: {self._failure}") from error
             raise
 
-    def status(self, step: StepContext) -> Weights:
+    def status(self, step: StepContext) -> WeightHashes:
         """Compare the state after the last micro-batch with the recorded one."""
         position = str(step.parallel.position)
         is_stopped = step.failure is not None and step.is_stopped
@@ -103,7 +112,7 @@ class StateMutationCheck(StepHook, StepObserver):
             return {position: ""}
         return {position: self.held.hash}
 
-    def merge(self, left: Weights, right: Weights) -> Weights:
+    def merge(self, left: WeightHashes, right: WeightHashes) -> WeightHashes:
         """Return the value of two ranges of ranks: a hash is None if it differs."""
         return merge_by_name(left, right, lambda one, two: one if one == two else None)
 
@@ -118,8 +127,20 @@ class StateMutationCheck(StepHook, StepObserver):
             }
             require_same_weights(hashes, step.label.about, step.parallel.group)
 
+    def begin_backward(self, microbatch: int) -> None:
+        """Note which operations belong to the micro-batches so far."""
+        if self._begun >= 0:
+            self._backwards[microbatch] = count_operations()
+
     def record_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
         """Compare the leaves of a graph with the parameters that trainers hold."""
+        earlier = [end for number, end in self._backwards.items() if number != place[1]]
+        if earlier and not self._failure and has_nodes_between(root, self._begun, max(earlier)):
+            self._failure = (
+                f"the loss of micro-batch {place[1]} depends on the graph of an earlier "
+                "micro-batch, which may be on another rank: detach() what the loop keeps of a "
+                "micro-batch, or leave it out of the loss"
+            )
         self._stranger = self._stranger or self.held.check_graph(root, place)
 
     def _compare(self) -> None:

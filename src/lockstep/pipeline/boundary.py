@@ -30,7 +30,7 @@ __all__ = [
     "Structure",
     "TensorMeta",
     "add_aliases",
-    "allocate",
+    "allocate_for",
     "describe_tensor",
     "flatten",
     "get_aliases",
@@ -202,7 +202,7 @@ def view_bytes(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-def allocate(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+def allocate_for(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     """Return new memory for the bytes of a tensor, after its padding."""
     return torch.empty(meta.padding + meta.nbytes, dtype=torch.uint8, device=device)
 

@@ -22,11 +22,11 @@ from lockstep.comm.collectives import all_gather_bytes, broadcast_tensors, messa
 
 __all__ = ["gather_model_state", "gather_optimizer_state"]
 
-Source = Callable[[str], int]
+FindSource = Callable[[str], int]
 
 
 def gather_model_state(
-    state: Mapping[str, Any], source: Source, device: torch.device
+    state: Mapping[str, Any], source: FindSource, device: torch.device
 ) -> dict[str, Any]:
     """Return the state dict of the whole model.
 
@@ -47,7 +47,10 @@ def gather_model_state(
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, names: Mapping[torch.Tensor, str], source: Source, device: torch.device
+    optimizer: Optimizer,
+    names: Mapping[torch.Tensor, str],
+    source: FindSource,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Return the optimizer's state dict with the state of every parameter.
 
@@ -101,7 +104,7 @@ def _broadcast_object(value: Any, sender: int) -> Any:
     return torch.load(io.BytesIO(message.cpu().numpy().tobytes()))
 
 
-def _broadcast(tensors: Mapping[str, torch.Tensor], source: Source, held: Set[str]) -> None:
+def _broadcast(tensors: Mapping[str, torch.Tensor], source: FindSource, held: Set[str]) -> None:
     """Receive each tensor from its source, except those that are held here."""
     rank = dist.get_rank()
     groups: dict[int, list[torch.Tensor]] = {}

@@ -32,7 +32,7 @@ from lockstep.launcher.failure_codes import is_lost_peer
 from lockstep.pipeline.boundary import (
     Structure,
     TensorMeta,
-    allocate,
+    allocate_for,
     describe_tensor,
     view_bytes,
     view_received,
@@ -246,7 +246,7 @@ class Receiver:
         devices = [torch.device("cpu") if staged else self.device] * len(metas)
         if has_state:
             devices[-1] = torch.device("cpu")
-        rooms = [allocate(*pair) for pair in zip(metas, devices, strict=True)]
+        rooms = [allocate_for(*pair) for pair in zip(metas, devices, strict=True)]
         wanted = [
             space[meta.padding :] for space, meta in zip(rooms, metas, strict=True) if meta.nbytes
         ]

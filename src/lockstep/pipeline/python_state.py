@@ -26,6 +26,7 @@ from types import (
     BuiltinMethodType,
     CellType,
     CodeType,
+    FrameType,
     FunctionType,
     MethodType,
     ModuleType,
@@ -41,7 +42,14 @@ from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.kernel.errors import UsageError
 from lockstep.model.description import MACHINERY
 
-__all__ = ["Assigned", "PythonState", "find_python_state", "find_python_states"]
+__all__ = [
+    "Assigned",
+    "Holder",
+    "PythonState",
+    "find_python_state",
+    "find_python_states",
+    "find_reachable_from_frame",
+]
 
 LARGEST = 1000
 MOST = 20_000
@@ -54,7 +62,7 @@ ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.d
 
 MISSING = object()
 
-Key = int | tuple[int, str]
+ObjectKey = int | tuple[int, str]
 """The id of an object; for a global name, the id of the globals and the name."""
 
 Assigned = tuple[dict[Any, Any], Any, Any]
@@ -86,14 +94,16 @@ class PythonState:
             that refer to it: one of this stage, and one of another stage.
     """
 
-    def __init__(self, holders: Mapping[Key, Holder], users: Mapping[Key, tuple[str, str]]) -> None:
+    def __init__(
+        self, holders: Mapping[ObjectKey, Holder], users: Mapping[ObjectKey, tuple[str, str]]
+    ) -> None:
         self._holders = dict(holders)
         self._users = dict(users)
-        self._changes: Counter[Key] = Counter()
+        self._changes: Counter[ObjectKey] = Counter()
         self._assigned: dict[tuple[int, Any], tuple[dict[Any, Any], Any]] = {}
         self._shared = {key: self._holders[key].value for key in self._users}
         self._identities: list[Any] = []
-        self._contents: dict[Key, dict[Any, Any]] = {}
+        self._contents: dict[ObjectKey, dict[Any, Any]] = {}
         self.hold()
 
     def hold(self) -> None:
@@ -127,7 +137,7 @@ class PythonState:
             )
         ]
 
-    def snapshot(self) -> dict[Key, dict[Any, Any]]:
+    def snapshot(self) -> dict[ObjectKey, dict[Any, Any]]:
         """Return the current content of the objects."""
         return {key: _get_content(holder.value) for key, holder in self._holders.items()}
 
@@ -143,17 +153,17 @@ class PythonState:
                     return holder.path, name
         return None
 
-    def find_change(self, before: Mapping[Key, Mapping[Any, Any]]) -> str | None:
+    def find_change(self, before: Mapping[ObjectKey, Mapping[Any, Any]]) -> str | None:
         """Return the first entry that has changed since a snapshot; None if there is none."""
         return next(self.list_changes(before), None)
 
-    def list_changes(self, before: Mapping[Key, Mapping[Any, Any]]) -> Iterator[str]:
+    def list_changes(self, before: Mapping[ObjectKey, Mapping[Any, Any]]) -> Iterator[str]:
         """Yield the names of all entries that have changed since a snapshot."""
         for key, after in self.snapshot().items():
             for name in _find_changes(before[key], after):
                 yield _describe_entry(self._holders[key], name)
 
-    def find_assigned(self, before: Mapping[Key, Mapping[Any, Any]]) -> list[Assigned]:
+    def find_assigned(self, before: Mapping[ObjectKey, Mapping[Any, Any]]) -> list[Assigned]:
         """Return the values that names had in a snapshot, of those that were assigned since."""
         values = {key: holder.value for key, holder in self._holders.items()}
         return [
@@ -163,7 +173,7 @@ class PythonState:
             for name in _find_changes(before[key], after)
         ]
 
-    def record_changes(self, before: Mapping[Key, Mapping[Any, Any]], where: str) -> None:
+    def record_changes(self, before: Mapping[ObjectKey, Mapping[Any, Any]], where: str) -> None:
         """Record which objects a forward changed.
 
         Args:
@@ -177,7 +187,9 @@ class PythonState:
         self._record(before, self.snapshot(), where)
         self.hold()
 
-    def _record(self, before: Mapping[Key, Any], contents: Mapping[Key, Any], where: str) -> None:
+    def _record(
+        self, before: Mapping[ObjectKey, Any], contents: Mapping[ObjectKey, Any], where: str
+    ) -> None:
         for key, after in contents.items():
             changed = _find_changes(before[key], after)
             if not changed:
@@ -230,6 +242,20 @@ def find_python_state(root: nn.Module, path: str) -> PythonState:
     return PythonState(_find_reachable(root, path), {})
 
 
+def find_reachable_from_frame(frame: FrameType, skip: Iterable[Any] = ()) -> list[Holder]:
+    """Return the objects with mutable content that running code refers to by its names.
+
+    Args:
+        frame: The frame of the code.
+        skip: Objects that are left out, with what only they refer to.
+    """
+    names = dict.fromkeys(_iterate_code_names(frame.f_code))
+    scope = frame.f_globals
+    roots = [(value, name) for name, value in frame.f_locals.items()]
+    roots += [(GlobalName(scope, name), name) for name in names if name in scope]
+    return list(_find_reachable_from(roots, skip).values())
+
+
 def find_python_states(
     stages: Sequence[Mapping[str, nn.Module]],
     loss: Callable[..., Any] | None,
@@ -242,8 +268,8 @@ def find_python_states(
         loss: The loss function, called in the last stage.
         model: The model, whose forward may refer to what the blocks change.
     """
-    holders: list[dict[Key, Holder]] = []
-    users: list[dict[Key, str]] = []
+    holders: list[dict[ObjectKey, Holder]] = []
+    users: list[dict[ObjectKey, str]] = []
     for blocks in stages:
         roots = {
             f"block {name} ({type(block).__name__})": (name, block)
@@ -273,7 +299,7 @@ def find_python_states(
     ]
 
 
-def _find_other_user(users: Sequence[Mapping[Key, str]], number: int, key: Key) -> str:
+def _find_other_user(users: Sequence[Mapping[ObjectKey, str]], number: int, key: ObjectKey) -> str:
     other = next(n for n, keys in enumerate(users) if n != number and key in keys)
     user = users[other][key]
     return user if user.startswith("the forward") else f"{user} in another stage"
@@ -282,12 +308,18 @@ def _find_other_user(users: Sequence[Mapping[Key, str]], number: int, key: Key) 
 # --- what an object refers to ----------------------------------------------------------------
 
 
-def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[Key, Holder]:
+def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[ObjectKey, Holder]:
     """Return the objects with mutable content that `root` refers to, including itself."""
-    holders: dict[Key, Holder] = {}
-    seen: set[Key] = {id(skipped) for skipped in skip}
+    return _find_reachable_from([(root, path)], skip)
+
+
+def _find_reachable_from(
+    roots: Iterable[tuple[Any, str]], skip: Iterable[Any]
+) -> dict[ObjectKey, Holder]:
+    holders: dict[ObjectKey, Holder] = {}
+    seen: set[ObjectKey] = {id(skipped) for skipped in skip}
     kept: list[Any] = []  # keeps the objects alive, so that no id is reused
-    pending = deque([(root, path)])
+    pending = deque(roots)
     while pending and len(seen) < MOST:
         value, path = pending.popleft()
         key = (id(value.scope), value.name) if isinstance(value, GlobalName) else id(value)
@@ -374,7 +406,9 @@ def _get_content(value: Any) -> dict[Any, Any]:
     """Return the content of an object, by name or position."""
     if (scope := _get_scope(value)) is not None:
         hidden = HIDDEN if isinstance(value, nn.Module) else ()
-        return {name: entry for name, entry in scope.items() if name not in hidden}
+        # Not by the methods of a subclass: that of transformers' lazy mappings imports all models.
+        items = dict.items(scope) if isinstance(scope, dict) else scope.items()
+        return {name: entry for name, entry in items if name not in hidden}
     if isinstance(value, GlobalName):
         return {value.name: value.scope.get(value.name, MISSING)}
     if isinstance(value, CellType):
@@ -401,7 +435,7 @@ def _get_content(value: Any) -> dict[Any, Any]:
 def _get_scope(value: Any) -> dict[Any, Any] | None:
     """Return the dictionary of an object's attributes or entries."""
     if isinstance(value, dict):
-        return value if len(value) <= LARGEST else None
+        return value if dict.__len__(value) <= LARGEST else None
     if isinstance(value, (type, GlobalName, torch.Tensor, torch.Generator, numpy.ndarray)):
         return None
     if isinstance(value, (list, tuple, set, deque, count, CellType)) or is_private_generator(value):

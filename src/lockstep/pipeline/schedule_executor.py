@@ -7,7 +7,6 @@ it with the status of this rank.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -24,7 +23,7 @@ from lockstep.model.loss_root import record_loss, scale_loss
 from lockstep.model.loss_shares import start_batch
 from lockstep.pipeline.boundary import flatten, unflatten
 from lockstep.pipeline.composition import Composition
-from lockstep.pipeline.p2p import LinkError, Receiver, RngState
+from lockstep.pipeline.p2p import LinkError, RngState
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.schedules import Action
 from lockstep.pipeline.split_backward import GraphInput
@@ -150,7 +149,7 @@ class ScheduleExecutor:
             given = make_first_input(microbatch, self._parallel, where)
         else:
             more = position + 1 < len(self._microbatches_here)
-            structure, tensors = self._receive(links.inputs, index, more)
+            structure, tensors = links.inputs.receive(self.step.attempt.number, index, more)
             graph_input = GraphInput(tensors, [meta.requires_grad for meta in links.inputs.metas])
             given = StageInput.from_message(
                 structure, graph_input.tensors, links.inputs.rng_state, graph_input
@@ -199,7 +198,8 @@ class ScheduleExecutor:
         if links.gradients is not None:
             gradients = ()
             if stage.count_outputs(index):
-                gradients = unflatten(*self._receive(links.gradients, index))
+                received = links.gradients.receive(self.step.attempt.number, index)
+                gradients = unflatten(*received)
                 rng_state = links.gradients.rng_state
         tied = self.pipeline.find_ties_to_later(stage.number)
         tied_roots = [
@@ -230,13 +230,6 @@ class ScheduleExecutor:
             self.step.observe_microbatch(microbatch.index, gradients, buffers)
         with self.step.in_phase("reduction"):
             stage.finish(microbatch.index, microbatch.size / self.step.samples)
-
-    def _receive(self, receiver: Receiver, index: int, more: bool = False) -> Any:
-        begun = time.perf_counter()
-        try:
-            return receiver.receive(self.step.attempt.number, index, more)
-        finally:
-            self.step.times.idle += time.perf_counter() - begun
 
     def _fail(self, error: Exception) -> None:
         """Notify the neighbors; the status of this rank notifies all other ranks."""

@@ -32,7 +32,7 @@ __all__ = [
     "plan_schedule",
 ]
 
-Part = tuple[float, float, tuple[int, ...]]
+CostedPartition = tuple[float, float, tuple[int, ...]]
 """A partition: the cost of its slowest stage, the sum of the squared costs, the stops."""
 
 TOLERANCE = 0.01
@@ -138,13 +138,13 @@ def partition_blocks(
     sums = [0.0, *accumulate(blocks)]
     crossing = [0.0, *(boundaries or [0.0] * (len(blocks) - 1)), 0.0]
 
-    def add_stage(part: Part, hi: int) -> Part:
+    def add_stage(part: CostedPartition, hi: int) -> CostedPartition:
         slowest, squares, stops = part
         lo = stops[-1] if stops else 0
         cost = sums[hi] - sums[lo] + crossing[lo] + crossing[hi]
         return max(slowest, cost), squares + cost**2, (*stops, hi)
 
-    best: dict[int, Part] = {0: (0.0, 0.0, ())}  # of the first `hi` blocks, by `hi`
+    best: dict[int, CostedPartition] = {0: (0.0, 0.0, ())}  # of the first `hi` blocks, by `hi`
     for _ in range(stages):
         best = {
             hi: min(add_stage(part, hi) for lo, part in best.items() if lo < hi)

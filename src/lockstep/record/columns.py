@@ -18,7 +18,7 @@ __all__ = [
     "OUTSIDE",
     "TIME_CATEGORIES",
     "Column",
-    "Line",
+    "RecordLine",
     "Steps",
     "as_dict",
     "as_float",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Column = npt.NDArray[np.float64]
-Line = dict[str, Any]
+RecordLine = dict[str, Any]
 
 TIME_CATEGORIES = ("compute", "communication", "waiting", "data")
 """The categories of a step's time, in the order of a row of `ranks`."""
@@ -79,7 +79,7 @@ class Steps:
         )
 
 
-def parse_steps(steps: list[Line]) -> Steps:
+def parse_steps(steps: list[RecordLine]) -> Steps:
     """Convert the lines of some steps to columns."""
     scalars = {name: _column(steps, name) for name in SCALARS}
     metrics = _metric_columns([line.get("metrics") for line in steps])
@@ -138,7 +138,7 @@ def as_float(value: Any) -> float:
         return math.nan
 
 
-def as_dict(value: Any) -> Line:
+def as_dict(value: Any) -> RecordLine:
     """Return `value` if it is a dict, else an empty dict."""
     return value if isinstance(value, dict) else {}
 

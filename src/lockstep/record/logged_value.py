@@ -17,14 +17,14 @@ import torch
 
 from lockstep.kernel.errors import UsageError
 
-__all__ = ["KINDS", "describe_value"]
+__all__ = ["KINDS", "convert_value"]
 
 KINDS = ("scalar", "histogram", "image")
 BINS = 30
 MAX_IMAGE = 1 << 20  # bytes of a PNG file
 
 
-def describe_value(name: str, value: Any, kind: str) -> dict[str, Any]:
+def convert_value(name: str, value: Any, kind: str) -> dict[str, Any]:
     """Return a value as fields of a line; UsageError if it is not of this kind."""
     if kind not in KINDS:
         raise UsageError(f"log({name!r}): kind is one of {', '.join(KINDS)}, not {kind!r}")

@@ -36,7 +36,7 @@ from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.run_folder import RECORD_FILE, RECORD_VERSION
 from lockstep.messages import escape_control
 from lockstep.record.columns import (
-    Line,
+    RecordLine,
     Steps,
     as_dict,
     as_float,
@@ -44,9 +44,9 @@ from lockstep.record.columns import (
     parse_steps,
 )
 
-__all__ = ["Run", "State", "open_record", "read_run"]
+__all__ = ["Run", "RunState", "open_record", "read_run"]
 
-State = Literal["done", "failed", "stopped", "running", "died"]
+RunState = Literal["done", "failed", "stopped", "running", "died"]
 
 BLOCK_STEPS = 1000  # lines of steps that are kept until they become columns
 KEPT = ("epoch", "warning", "audit", "checkpoint", "resume", "round", "log")
@@ -67,18 +67,18 @@ class Run:
     """
 
     folder: Path
-    header: Line
+    header: RecordLine
     steps: Steps
-    epochs: list[Line] = field(default_factory=list)
-    warnings: list[Line] = field(default_factory=list)
-    end: Line | None = None
-    state: State = "done"
+    epochs: list[RecordLine] = field(default_factory=list)
+    warnings: list[RecordLine] = field(default_factory=list)
+    end: RecordLine | None = None
+    state: RunState = "done"
     remarks: list[str] = field(default_factory=list)
-    checkpoints: list[Line] = field(default_factory=list)
-    resumes: list[Line] = field(default_factory=list)
-    rounds: list[Line] = field(default_factory=list)
-    findings: list[Line] = field(default_factory=list)
-    logged: list[Line] = field(default_factory=list)
+    checkpoints: list[RecordLine] = field(default_factory=list)
+    resumes: list[RecordLine] = field(default_factory=list)
+    rounds: list[RecordLine] = field(default_factory=list)
+    findings: list[RecordLine] = field(default_factory=list)
+    logged: list[RecordLine] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -86,12 +86,12 @@ class Run:
         return str(self.header.get("name") or escape_control(self.folder.name))
 
     @property
-    def layout(self) -> Line:
+    def layout(self) -> RecordLine:
         """The layout of the run since its last resumption; empty if it is missing."""
         return as_dict(self.latest("layout"))
 
     @property
-    def environment(self) -> Line:
+    def environment(self) -> RecordLine:
         """The environment of the run since its last resumption; empty if it is missing."""
         return as_dict(self.latest("environment"))
 
@@ -149,7 +149,7 @@ class Run:
         return self.steps.since(int(others[-1]) + 1) if len(others) else self.steps
 
     @property
-    def layout_epochs(self) -> list[Line]:
+    def layout_epochs(self) -> list[RecordLine]:
         """The epochs that ended in `layout_steps`."""
         first = self.layout_steps.t[:1]
         if len(self.layout_steps) == len(self.steps) or np.isnan(first).all():
@@ -203,9 +203,9 @@ class RecordParser:
     """A parser that collects the lines of a record."""
 
     def __init__(self) -> None:
-        self.header: Line = {}
-        self.end: Line | None = None
-        self.lines: dict[str, list[Line]] = {kind: [] for kind in KEPT}
+        self.header: RecordLine = {}
+        self.end: RecordLine | None = None
+        self.lines: dict[str, list[RecordLine]] = {kind: [] for kind in KEPT}
         self.blocks: list[Steps] = []
         self.was_bad = False  # whether the last line was unreadable
         self.num_good = 0
@@ -214,7 +214,7 @@ class RecordParser:
 
     def parse(self, file: BinaryIO) -> None:
         """Parse all lines of `file`."""
-        steps: list[Line] = []
+        steps: list[RecordLine] = []
         for text in file:
             try:
                 line = orjson.loads(text)
@@ -239,15 +239,15 @@ class RecordParser:
                 self.num_good += not self.was_bad
         self._add_steps(steps)
 
-    def _add_steps(self, steps: list[Line]) -> None:
+    def _add_steps(self, steps: list[RecordLine]) -> None:
         """Add some lines of steps as a block of columns, and empty the list."""
         if steps:
             self.blocks.append(parse_steps(steps))
             steps.clear()
 
-    def _add_rewinding(self, kind: str, line: Line) -> None:
+    def _add_rewinding(self, kind: str, line: RecordLine) -> None:
         """Add a line that resumes the run or begins a round, and rewind to its step."""
-        line = cast(Line, _escape(line))
+        line = cast(RecordLine, _escape(line))
         self.lines[kind].append(line)
         self.end = None
         step = as_float(line.get("step"))
@@ -277,20 +277,20 @@ class RecordParser:
         # A checkpoint of step N holds the state after N steps: keep the one that was resumed.
         self._keep("checkpoint", lambda line: not as_float(line.get("step")) > step)
 
-    def _keep(self, kind: str, is_kept: Callable[[Line], bool]) -> None:
+    def _keep(self, kind: str, is_kept: Callable[[RecordLine], bool]) -> None:
         """Drop the lines of a kind for which `is_kept` returns False."""
         self.lines[kind] = list(filter(is_kept, self.lines[kind]))
 
-    def _add_other(self, kind: str, line: Line) -> None:
+    def _add_other(self, kind: str, line: RecordLine) -> None:
         """Add a line that is not a step; unknown kinds are ignored."""
         if kind == "run" and not self.header:
-            self.header = cast(Line, _escape(line))
+            self.header = cast(RecordLine, _escape(line))
         elif kind == "end":
-            self.end = cast(Line, _escape(line))
+            self.end = cast(RecordLine, _escape(line))
         elif kind == "log":  # its image must stay as it is
             self.lines[kind].append(line | {"name": _escape(str(line.get("name")))})
         elif kind in KEPT:
-            self.lines[kind].append(cast(Line, _escape(line)))
+            self.lines[kind].append(cast(RecordLine, _escape(line)))
 
     def run(self, folder: Path, locked: bool | None, age: float) -> Run:
         """Return the run.
@@ -317,7 +317,7 @@ class RecordParser:
             logged=self.lines["log"],
         )
 
-    def _state(self, locked: bool | None, age: float) -> State:
+    def _state(self, locked: bool | None, age: float) -> RunState:
         """Return the state of the run.
 
         A record with a line "end" is complete. Without one, a held lock means that the run is
@@ -334,7 +334,7 @@ class RecordParser:
             return "running"
         return "died"
 
-    def _remarks(self, state: State) -> Iterator[str]:
+    def _remarks(self, state: RunState) -> Iterator[str]:
         version = self.header.get("version", RECORD_VERSION)
         if isinstance(version, (int, float)) and version > RECORD_VERSION:
             yield (

@@ -9,7 +9,6 @@ Both are collective calls.
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -17,17 +16,23 @@ from typing import Any
 import torch
 
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums, round_sum
+from lockstep.kernel.exact_sum import (
+    compute_partial_sums,
+    merge_partial_sums,
+    pack_sums,
+    round_sum,
+    unpack_sums,
+)
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.step_context import StepContext
 
-__all__ = ["add_exactly", "find_spans", "gather_rows"]
+__all__ = ["add_exactly", "find_microbatch_rows", "gather_rows"]
 
 END = b"\0"
 """The end of the JSON in a message, which does not contain it."""
 
 
-def find_spans(step: StepContext) -> list[range]:
+def find_microbatch_rows(step: StepContext) -> list[range]:
     """Return the positions of the samples of every micro-batch in the batch."""
     assert step.batch is not None
     return split_evenly(step.batch.size, step.batch.leaves)
@@ -39,8 +44,8 @@ def add_exactly(step: StepContext, values: Sequence[float]) -> float:
     sums = step.parallel.messages.reduce(
         compute_partial_sums(values),
         merge_partial_sums,
-        lambda sums: array("d", sums).tobytes(),
-        lambda message: array("d", message).tolist(),
+        pack_sums,
+        unpack_sums,
         f"adding values of micro-batches {label.about}",
         label.remark,
     )
@@ -68,7 +73,7 @@ def gather_rows(
     assert step.batch is not None
     label = step.label
     leaves = step.batch.leaves
-    spans = find_spans(step)
+    spans = find_microbatch_rows(step)
     problem, kinds = _read_kinds(step, rows, spans)
     packed = b""
     if not problem:

@@ -25,7 +25,6 @@ from lockstep.audit.replica_check import ReplicaCheck
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import Finish
 from lockstep.comm.collectives import broadcast_bytes
-from lockstep.data.loader import Batches
 from lockstep.elastic.membership import (
     Membership,
     exchange,
@@ -56,6 +55,12 @@ from lockstep.training.resume.run_checkpoints import RunCheckpoints
 from lockstep.training.resume.run_end import RunEnd
 from lockstep.training.round_entry import RoundEntry
 from lockstep.training.run_record import LoggerLike, RunRecord
+from lockstep.training.session import (
+    ObservationHook,
+    ObservedTrainer,
+    Session,
+    current_session,
+)
 from lockstep.training.sharded_step import choose_squares
 from lockstep.training.shared_state_check import SharedStateCheck
 from lockstep.training.state import TrainingState, begin_position
@@ -66,12 +71,6 @@ from lockstep.training.step_environment import (
 )
 from lockstep.training.step_operation import StepOperation
 from lockstep.training.step_usage import StepUsage
-from lockstep.training.trainer_hooks import (
-    Observation,
-    ObservedTrainer,
-    TrainerHooks,
-    current_session,
-)
 from lockstep.training.update_check import UpdateCheck
 from lockstep.training.weights_file import save_from_rank0
 from lockstep.training.whole_model import WholeModelExecutor
@@ -198,7 +197,7 @@ class Engine:
 
     def make_batches(
         self, data: Mapping[str, Any], seed: int | None, epoch: int | None, finish: Finish
-    ) -> Batches:
+    ) -> Epoch:
         """Return the global batches of one epoch, of which each rank loads its own micro-batches.
 
         Args:
@@ -224,7 +223,7 @@ class Engine:
             agree=agree,
         )
         if self.rounds is not None:
-            self.rounds.follow(batches)
+            self.rounds.follow(batches.batches)
         return batches
 
     def save_weights(self, path: Path, ema: bool) -> None:
@@ -294,7 +293,7 @@ class Engine:
             hooks.insert(0, ReplicaCheck(config, parallel, modules, held, record, shared))
         return hooks
 
-    def _observe(self, session: TrainerHooks) -> Observation:
+    def _observe(self, session: Session) -> ObservationHook:
         """Return the hook by which a command observes the steps."""
         setup = self.setup
         state = self.state
@@ -316,7 +315,7 @@ class Engine:
         path = observer.checkpoint
         if path is not None and self._stateful is not None:
             self.run.replay_from(path, self._stateful)
-        return Observation(observer, setup.executor.position)
+        return ObservationHook(observer, setup.executor.position)
 
     def settle(self) -> None:
         """Commit the last step of a script's loop, which is otherwise done at its next call."""

@@ -43,6 +43,7 @@ __all__ = ["Exact"]
 Item = TypeVar("Item")
 
 
+# It has many methods: each is one that users call, or stands for one of the trainer.
 class Exact(Services):
     """The handle of a training loop with equal bits; `ls.exact` returns it.
 

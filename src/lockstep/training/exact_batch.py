@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from lockstep.data.loader import Batches
+from lockstep.data.loader import EpochBatches
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.model.loss_root import warn_of_division
+from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.sample_loop import SampleLoop
 from lockstep.training.script_steps import ScriptSteps
@@ -67,9 +68,10 @@ class ExactBatch:
             try:
                 if self.is_together:
                     self._samples = SampleLoop(self._loop)
-                    yield from self._samples.iterate(self.data)
+                    items = self._samples.iterate(self.data)
                 else:
-                    yield from self._loop.microbatches(self.data)
+                    items = self._loop.microbatches(self.data)
+                yield from watch_loop(self._loop.step, items)
             except GeneratorExit:
                 steps.leave()
                 raise
@@ -215,7 +217,9 @@ class ExactBatches:
         is_together: Whether several micro-batches may be yielded at once.
     """
 
-    def __init__(self, batches: Batches, steps: ScriptSteps, is_together: bool = False) -> None:
+    def __init__(
+        self, batches: EpochBatches, steps: ScriptSteps, is_together: bool = False
+    ) -> None:
         self._batches = batches
         self._steps = steps
         self._is_together = is_together

@@ -20,14 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful, read_checkpoint
+from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful, read_checkpoint_argument
 from lockstep.comm.sparse_gradients import sparse_weights
+from lockstep.compiled_wrapper import unwrap
 from lockstep.data.assignment import Hosts, on_one_host
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.sharded_gradients import (
     ShardedGradients,
     ShardingMesh,
     find_mesh,
+    free_gathered,
     is_fully_sharded,
 )
 from lockstep.data_parallel.sharded_norm import clip_grad_norm_
@@ -50,6 +52,7 @@ from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.sharded_tensors import is_sharded
 from lockstep.training.engine import Engine, EngineOptions
 from lockstep.training.exact import Exact
 from lockstep.training.given_weights import GivenWeights
@@ -57,13 +60,13 @@ from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.model_setup import ModelSetup
 from lockstep.training.optimization import Optimization
-from lockstep.training.optimizer_config import OptimizerConfig
-from lockstep.training.parallel_setup import find_hosts
+from lockstep.training.optimizer_config import OptimizerConfig, reject_broken_fused
+from lockstep.training.parallel_setup import find_replica_hosts
 from lockstep.training.run_record import LoggerLike
 from lockstep.training.script_executor import ScriptExecutor
 from lockstep.training.script_passes import make_script_passes
 from lockstep.training.script_steps import ScriptSteps, ScriptUpdate
-from lockstep.training.trainer_hooks import current_session
+from lockstep.training.session import current_session
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 
 __all__ = ["exact"]
@@ -93,11 +96,14 @@ class Given:
     @classmethod
     def of(cls, model: nn.Module) -> Given:
         """Take a model apart."""
-        outer: nn.Module = getattr(model, "_orig_mod", model)
+        outer: nn.Module = unwrap(model)
         wrapper = outer if isinstance(outer, DistributedDataParallel) else None
         inner: nn.Module = model if wrapper is None else wrapper.module
-        module: nn.Module = getattr(inner, "_orig_mod", inner)
-        mesh = find_mesh(module) if is_fully_sharded(module) else None
+        module: nn.Module = unwrap(inner)
+        mesh = None
+        if is_fully_sharded(module):
+            free_gathered(module)
+            mesh = find_mesh(module)
         # A graph that contains the whole wrapper is one scope.
         inner = inner if wrapper is None or model is wrapper else model
         return cls(model, wrapper, inner, module, mesh)
@@ -161,7 +167,11 @@ def exact(
     description = _compare(given, parallel, seed)
     if given.wrapper is None and given.mesh is None and parallel.replicas > 1:
         broadcast_weights(given.module, parallel.group, parallel.device)
+    if given.mesh is not None:
+        _require_shards(optimizers)
     optimization = _take_optimizers(given.module, optimizers, _list(scheduler))
+    ranks = 0 if given.mesh is None else dist.get_world_size(given.mesh.shards)
+    optimization.require_split(1, False, ranks)
     setup, gradients = _set_up(given, parallel, optimization, description, seed)
     config = _read_checkpoint(checkpoint, stateful, optimizers)
     update = ScriptUpdate()
@@ -185,7 +195,7 @@ def exact(
         setup.executor.parameters,
         gradients.sample if isinstance(gradients, ShardedGradients) else None,
         given.wrapper,
-        partial(_follow, optimization, bool(config) or membership() is not None),
+        partial(_follow, optimization, ranks, bool(config) or membership() is not None),
     )
     shards = None if given.mesh is None else given.mesh.shards
 
@@ -221,7 +231,7 @@ def _make_parallel_context(given: Given, microbatches: int) -> ParallelContext:
     if given.mesh is not None:
         hosts = given.mesh.hosts
     elif group is None:
-        hosts = find_hosts(ranks, 1)
+        hosts = find_replica_hosts(ranks, 1)
     parallel = ParallelContext(
         microbatches=microbatches,
         rank=dist.get_rank(group),
@@ -318,6 +328,17 @@ def _compare(given: Given, parallel: ParallelContext, seed: int) -> dict[str, st
 # --- the optimizers -------------------------------------------------------------------------
 
 
+def _require_shards(optimizers: Sequence[Optimizer]) -> None:
+    """Raise UsageError for an optimizer that was made while the model was gathered."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if not all(is_sharded(parameter) for group in groups for parameter in group["params"]):
+        raise UsageError(
+            "the optimizer has parameters that are not sharded, such as those that a call of the "
+            "model has gathered: make the optimizer after fully_shard and before the first call, "
+            "or call model.reshard() first"
+        )
+
+
 def _take_optimizers(
     module: nn.Module, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
 ) -> Optimization:
@@ -342,6 +363,7 @@ def _take_optimizer(optimizer: Optimizer, scheduler: Any = None) -> LearningRate
             f"ls.exact got a {type(optimizer).__name__} as optimizer: pass the object whose step() "
             "your loop calls, or a list of several"
         )
+    reject_broken_fused(optimizer)
     make_scheduler = None if scheduler is None else (lambda _: scheduler)
     config = OptimizerConfig(
         lambda _: optimizer, scheduler=make_scheduler, scheduler_interval="manual"
@@ -349,7 +371,9 @@ def _take_optimizer(optimizer: Optimizer, scheduler: Any = None) -> LearningRate
     return LearningRateSchedule(config, optimizer)
 
 
-def _follow(optimization: Optimization, is_resumable: bool, optimizer: Optimizer) -> None:
+def _follow(
+    optimization: Optimization, shards: int, is_resumable: bool, optimizer: Optimizer
+) -> None:
     """Take part in the steps of an optimizer that steps for the first time."""
     if optimizer in optimization.optimizers:
         return
@@ -359,6 +383,7 @@ def _follow(optimization: Optimization, is_resumable: bool, optimizer: Optimizer
             "be missing in checkpoints: pass all optimizers, as in ls.exact(model, [first, second])"
         )
     optimization.add(_take_optimizer(optimizer))
+    optimization.require_split(1, False, shards)
 
 
 def _read_checkpoint(
@@ -367,7 +392,7 @@ def _read_checkpoint(
     optimizers: Sequence[Optimizer],
 ) -> CheckpointConfig | None:
     """Return the settings of checkpoints, with the objects of `stateful`."""
-    config = read_checkpoint(checkpoint)
+    config = read_checkpoint_argument(checkpoint)
     if (config is not None or membership() is not None) and not optimizers:
         raise UsageError(
             "ls.exact needs the optimizers to save and to continue a training: write "

@@ -36,6 +36,7 @@ from lockstep.model.generator_states import state_of_others, state_of_torch
 from lockstep.model.loss_root import warn_of_division
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import Arguments
+from lockstep.training.loop_watch import LoopWatch
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.script_steps import ScriptSteps
 
@@ -49,6 +50,7 @@ ADVICE = (
 )
 
 
+# It has many attributes: what the script leaves open between two of its calls.
 class FlatLoop:
     """The micro-batches of a loop that is not nested, in the order in which they are computed.
 
@@ -69,6 +71,7 @@ class FlatLoop:
         self._sampler: MicrobatchSource | None = None
         self._planned: deque[PlannedMicrobatch] = deque()
         self._current: PlannedMicrobatch | None = None
+        self._watched: LoopWatch  # of the open step
         self._remaining = 0  # micro-batches of this rank in the open step
         self._index: dict[int, Microbatch] = {}
         self._has_gradients = False  # whether a backward of the open step has begun
@@ -187,6 +190,7 @@ class FlatLoop:
         self._current = planned
         self._is_weighed = False
         self._generators = None
+        self._watched.begin()
         loop.begin(self._index[planned.number])
 
     def _open(self, planned: PlannedMicrobatch) -> MicrobatchLoop:
@@ -210,6 +214,7 @@ class FlatLoop:
         self._index = {microbatch.index: microbatch for microbatch in microbatches}
         self._remaining = len(microbatches)
         self._loop = loop
+        self._watched = LoopWatch(loop.step)
         return loop
 
     def weigh(
@@ -312,6 +317,7 @@ class FlatLoop:
                 "exact.weigh(loss).backward(), or divide each loss by the number of micro-batches "
                 "of the whole batch, which does not depend on the number of ranks"
             )
+        self._watched.end()
         self._current = None
         self._remaining -= 1
         if self._steps.weights.given.get(current.number) == 0:

@@ -19,7 +19,7 @@ from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
 from lockstep.launcher.run_folder import RECORD_FILE
 from lockstep.launcher.stacks import is_user_code
 from lockstep.model.evaluation import Evaluation
-from lockstep.record.logged_value import describe_value
+from lockstep.record.logged_value import convert_value
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
@@ -84,6 +84,8 @@ Callback = Callable[[StepResult], None] | OnStep | OnEpoch
 """A function of a `StepResult`, or an object with `on_step(result)` or `on_epoch(result)`."""
 
 
+# It has many methods: what a step, an epoch, an evaluation and a script report, on its way to the
+# record, and those of a hook.
 class History(StepHook):
     """The history of a training: sums steps up into epochs, and calls callbacks and loggers.
 
@@ -270,7 +272,7 @@ class History(StepHook):
 
     def log(self, name: str, value: Any, kind: str = "scalar") -> None:
         """Write a value that the script logs, at the latest step."""
-        fields = describe_value(name, value, kind)
+        fields = convert_value(name, value, kind)
         if self.loggers:
             self.write("log", step=max(self.steps - 1, 0), name=redact(name), **fields)
 

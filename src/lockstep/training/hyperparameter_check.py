@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
@@ -41,6 +42,15 @@ from lockstep.model.description import (
 )
 
 __all__ = ["HyperparameterCheck"]
+
+
+FIRST = 3
+"""The number of steps of a process in which the state of the optimizer is compared, too."""
+
+ADVICE = (
+    "How many micro-batches a rank computes depends on the number of ranks, so make changes "
+    "between two steps only: call scheduler.step() once per batch, after its last micro-batch"
+)
 
 
 class HyperparameterCheck(StepHook, StepObserver):
@@ -68,6 +78,7 @@ class HyperparameterCheck(StepHook, StepObserver):
         self._step: StepContext | None = None  # whose micro-batches the script computes
         self._first = -1  # its first micro-batch on this rank, and the settings in it
         self._noted: list[Any] = []
+        self._versions: list[int] = []  # of the optimizer's state
         self._modules: dict[str, nn.Module] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         for root, module in modules.items():
@@ -88,9 +99,16 @@ class HyperparameterCheck(StepHook, StepObserver):
         step = self._step
         assert step is not None
         settings = [*self._read(), *self._read_options()]
+        versions = self._read_versions() if step.attempt.number < FIRST else []
         if self._first < 0:
             self._first = microbatch
             self._noted = settings
+            self._versions = versions
+        if versions != self._versions:
+            step.refuse(
+                f"optimizer.state was written between the micro-batches {self._first} and "
+                f"{microbatch} of a batch. {ADVICE}"
+            )
         if settings == self._noted or step.refusal:
             return
         names = [*self._modules, *self._parameters, *describe_options("optimizer", self._optimizer)]
@@ -98,9 +116,7 @@ class HyperparameterCheck(StepHook, StepObserver):
         name, before, after = next(entry for entry in entries if entry[1] != entry[2])
         step.refuse(
             f"{name} is {after} in micro-batch {microbatch}, and was {before} in micro-batch "
-            f"{self._first} of the same batch. How many micro-batches a rank computes depends on "
-            "the number of ranks, so make changes between two steps only: call scheduler.step() "
-            "once per batch, after its last micro-batch"
+            f"{self._first} of the same batch. {ADVICE}"
         )
 
     def status(self, step: StepContext) -> str:
@@ -134,6 +150,15 @@ class HyperparameterCheck(StepHook, StepObserver):
         if difference is not None:
             advice = "make every change between steps on all ranks"
             raise DisagreementError(difference.format_message(advice, f" in step {step.number}"))
+
+    def _read_versions(self) -> list[int]:
+        """Return the versions of the tensors in the optimizer's state."""
+        return [
+            value._version
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and not value.is_inference()
+        ]
 
     def _read_options(self) -> list[Any]:
         """Return the options of the optimizer's parameter groups."""

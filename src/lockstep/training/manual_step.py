@@ -13,8 +13,9 @@ import torch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.loss_root import warn_of_division
+from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
-from lockstep.training.whole_batch import backward_whole_batch, gather, total
+from lockstep.training.whole_batch import add_counts, backward_whole_batch, gather_whole_batch
 
 __all__ = ["ManualStep"]
 
@@ -84,7 +85,8 @@ class ManualStep:
             UsageError: The step already has a batch, its context was not entered, or several
                 batches have different numbers of micro-batches.
         """
-        return self._entered().microbatches(*(batches or self._batches))
+        loop = self._entered()
+        return _continue_alike(loop, loop.microbatches(*(batches or self._batches)))
 
     def backward(
         self,
@@ -130,7 +132,7 @@ class ManualStep:
                 of its boxes.
             *batches: As for `microbatches`.
         """
-        return total(self._entered(), count, *(batches or self._batches))
+        return add_counts(self._entered(), count, *(batches or self._batches))
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the rows of all samples of the batch in their order, on every rank.
@@ -146,7 +148,7 @@ class ManualStep:
         Raises:
             UsageError: On every rank, if tensors do not fit together or a micro-batch has none.
         """
-        return gather(self._entered(), tensors)
+        return gather_whole_batch(self._entered(), tensors)
 
     def backward_whole_batch(
         self,
@@ -212,3 +214,10 @@ class ManualStep:
                 "`with trainer.manual_step() as step:` and use step inside"
             )
         return self._loop
+
+
+def _continue_alike(loop: MicrobatchLoop, microbatches: Iterator[Any]) -> Iterator[Any]:
+    """Yield micro-batches; what the block draws after them is the same on every rank."""
+    yield from watch_loop(loop.step, microbatches)
+    if loop.step.batch is not None:
+        loop.scopes.begin_microbatch(loop.step.number, loop.step.batch.leaves)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.comm.sparse_gradients import sparse_weights
+from lockstep.compiled_wrapper import unwrap
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.sharded_gradients import ShardedGradients
 from lockstep.kernel.errors import LayoutError, UsageError
@@ -128,7 +129,7 @@ def set_up_model(
         DisagreementError: Models or optimizers differ between ranks; raised on every rank.
     """
     called, partitioner = _build_model(model, parallel, seed, pipeline)
-    module: nn.Module = getattr(called, "_orig_mod", called)
+    module: nn.Module = unwrap(called)
     modules = {"model": module} | parallel.other_modules()
     reject_unsupported_modules(modules)  # also those that callables built
     description = describe_compilation(called) | describe_module("model", module)

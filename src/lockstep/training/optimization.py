@@ -111,6 +111,7 @@ class Optimization:
     def add(self, schedule: LearningRateSchedule) -> None:
         """Add an optimizer of the script."""
         assert isinstance(self.optimizer, CombinedOptimizer)
+        self._nested += find_nested(schedule.optimizer)
         self.schedules.append(schedule)
         self.optimizers = (*self.optimizers, schedule.optimizer)
         self.optimizer.members = self.optimizers
@@ -190,9 +191,9 @@ class Optimization:
         foreign = find_foreign_code(self._nested) if self.is_split else ""
         return foreign and (
             f"{foreign} would get only the parameters, or the slices of them, that this rank "
-            "updates: clip with max_grad_norm=, change weights after trainer.step(batch), or train "
-            'without stages and with storage="replicated"; set its attribute lockstep_elementwise '
-            "= True if it needs no other elements"
+            "updates: clip with max_grad_norm= or exact.clip_grad_norm_(), change weights after "
+            'the step, or train without stages, shards and storage="shared"; set its attribute '
+            "lockstep_elementwise = True if it needs no other elements"
         )
 
     def options(self) -> dict[str, Any]:

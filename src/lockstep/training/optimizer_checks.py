@@ -57,7 +57,7 @@ SMALL = 4  # elements per dimension of a small parameter
 GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 Names = Mapping[torch.Tensor, str]
-Values = dict[str, torch.Tensor]  # by the parameter's name
+NamedTensors = dict[str, torch.Tensor]  # by the parameter's name
 
 
 # --- hooks and replaced methods --------------------------------------------------------------
@@ -279,14 +279,14 @@ def _draw(
     device: torch.device,
     largest: int,
     steps: int,
-) -> tuple[Values, list[Values]]:
+) -> tuple[NamedTensors, list[NamedTensors]]:
     """Return small random parameters, and the gradients of each step for some of them.
 
     Gradients are drawn for two parameters of each parameter group, dtype, number of dimensions and
     kind of gradient.
     """
     random = torch.Generator().manual_seed(0)
-    values: Values = {}
+    values: NamedTensors = {}
     chosen: dict[tuple[Any, ...], list[str]] = {}
     groups = [group for group in optimizer.param_groups for _ in group["params"]]
     for group, (name, parameter) in zip(groups, originals.items(), strict=True):
@@ -295,7 +295,7 @@ def _draw(
         kind = id(group), parameter.dtype, parameter.dim(), parameter in sparse
         if parameter.requires_grad:
             chosen.setdefault(kind, []).append(name)
-    gradients = list[Values]()
+    gradients = list[NamedTensors]()
     for _ in range(steps):
         gradients.append({})
         for name in [name for kind in chosen.values() for name in kind[:2]]:
@@ -318,7 +318,7 @@ class _Copy:
     """
 
     def __init__(
-        self, optimizer: Optimizer, originals: Mapping[str, torch.Tensor], values: Values
+        self, optimizer: Optimizer, originals: Mapping[str, torch.Tensor], values: NamedTensors
     ) -> None:
         memo: dict[int, Any] = {}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -343,7 +343,7 @@ class _Copy:
             vars(memo[id(inner)]).update(copy.deepcopy(attributes, memo))
         self.optimizer: Optimizer = memo[id(optimizer)]
 
-    def step(self, gradients: Sequence[Values]) -> None:
+    def step(self, gradients: Sequence[NamedTensors]) -> None:
         """Step once for each entry."""
         for gradient in gradients:
             for name, parameter in self.parameters.items():

@@ -21,6 +21,7 @@ __all__ = [
     "SchedulerFactory",
     "list_configs",
     "make_optimizers",
+    "reject_broken_fused",
 ]
 
 OptimizerFactory = Callable[..., Optimizer]
@@ -168,7 +169,7 @@ def _make_optimizer(
             "cannot repeat: choose an optimizer that steps once per gradient, such as "
             "torch.optim.AdamW, SGD or Rprop, or write the loop in plain PyTorch on one process"
         )
-    _check_fused(optimizer)
+    reject_broken_fused(optimizer)
     known = set(module.parameters())
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -181,7 +182,7 @@ def _make_optimizer(
     return optimizer
 
 
-def _check_fused(optimizer: Optimizer) -> None:
+def reject_broken_fused(optimizer: Optimizer) -> None:
     """Raise UsageError for a fused SGD of 16-bit parameters on the CPU.
 
     Up to torch 2.13 it updates only the last few elements of a tensor, and leaves its momentum

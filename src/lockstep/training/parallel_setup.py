@@ -26,7 +26,7 @@ from lockstep.model.group_exchange import GroupMessages
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.target_weights import infer_weight_function
 
-__all__ = ["find_hosts", "make_parallel_context"]
+__all__ = ["find_replica_hosts", "make_parallel_context"]
 
 
 def make_parallel_context(
@@ -60,7 +60,7 @@ def make_parallel_context(
         )
     peers = _peers(world, stages)
     if not is_sharded:
-        hosts = find_hosts(world.world_size, stages)
+        hosts = find_replica_hosts(world.world_size, stages)
     else:
         hosts = _ask_hosts(world.world_size) if is_hybrid else on_one_host(world.world_size)
     return ParallelContext(
@@ -114,7 +114,7 @@ def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -
         )
 
 
-def find_hosts(ranks: int, stages: int) -> Hosts:
+def find_replica_hosts(ranks: int, stages: int) -> Hosts:
     """Return the replicas of each host; a replica belongs to the host of its first rank."""
     group = host_group_of(None) if dist.is_initialized() else None
     if group is None:

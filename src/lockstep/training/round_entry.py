@@ -21,7 +21,7 @@ from lockstep.comm.collectives import broadcast_bytes, send_tensors
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.data.loader import Batches
 from lockstep.elastic.membership import Membership, Round
-from lockstep.training.parallel_setup import find_hosts
+from lockstep.training.parallel_setup import find_replica_hosts
 from lockstep.training.resume.resumable_run import ResumableRun
 from lockstep.training.whole_model import WholeModelExecutor
 
@@ -101,7 +101,7 @@ class RoundEntry:
         assert isinstance(self._executor, WholeModelExecutor), "others are replaced"
         was_rank0 = self._parallel.rank == 0
         parallel = self._parallel
-        parallel.enter(new.rank, find_hosts(new.world_size, 1))
+        parallel.enter(new.rank, find_replica_hosts(new.world_size, 1))
         self._executor.enter_group()
         for batches in self._batches:
             batches.enter_share(parallel.share, new.rank)

@@ -40,6 +40,8 @@ class OpenSteps:
 _open_steps = OpenSteps()
 
 
+# It has many attributes: those of the executor that it extends, and what a script leaves open
+# between two calls.
 class ScriptExecutor(WholeModelExecutor):
     """The executor of a script's own loop; the arguments are those of `WholeModelExecutor`.
 

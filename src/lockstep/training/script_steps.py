@@ -29,6 +29,7 @@ from lockstep.comm.activity import Waited
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.parts import SharedUpdate
 from lockstep.kernel.step import PreparedStep
+from lockstep.model.held_parameters import explain_stranger, is_trained
 from lockstep.sharded_tensors import local_part
 from lockstep.training.given_weights import GivenWeights
 from lockstep.training.microbatch_loop import MicrobatchLoop
@@ -301,6 +302,7 @@ class ScriptSteps:
                 raise UsageError(f"{self.place}: {NOT_DIVIDED}")
             return
         if optimizer not in self._known:
+            self._require_trained(optimizer)
             self._follow(optimizer)
             self._known.add(optimizer)
         known = self._sampled
@@ -324,6 +326,13 @@ class ScriptSteps:
             seconds = time.perf_counter() - self._entered
             self.opened.step.times.updated += seconds
             self.opened.step.times.left += seconds
+
+    def _require_trained(self, optimizer: Optimizer) -> None:
+        """Refuse a gradient of a parameter that is in no model of a training."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not is_trained(parameter):
+                    raise UsageError(f"{self.place}: {explain_stranger(parameter)}")
 
 
 def _has_nonzero(gradient: torch.Tensor) -> bool:

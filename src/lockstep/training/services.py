@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.checkpoint.stop_request import Finish, stopping
 from lockstep.data.dataloader import resolve_data
-from lockstep.data.loader import Batches
+from lockstep.data.loader import EpochBatches
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.parallel_context import ParallelContext
@@ -52,7 +52,7 @@ class EngineParts(Protocol):
         seed: int | None,
         epoch: int | None,
         finish: Finish,
-    ) -> Batches:
+    ) -> EpochBatches:
         """Return the global batches of one epoch, of which each rank loads its part."""
 
 

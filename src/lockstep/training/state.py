@@ -27,14 +27,14 @@ from lockstep.training.optimization import Optimization
 from lockstep.training.resume.module_settings import ModuleSettings
 from lockstep.training.sharded_storage import shard_optimizer_state, shard_state
 
-__all__ = ["Position", "TrainerExecutor", "TrainingState", "begin_position"]
+__all__ = ["TrainerExecutor", "TrainingPosition", "TrainingState", "begin_position"]
 
 AVERAGED = "module."
 """The prefix that torch gives to the names of averaged weights."""
 
 
 @dataclass
-class Position:
+class TrainingPosition:
     """The position of a training.
 
     Attributes:
@@ -61,14 +61,14 @@ class Position:
 _trainers = 0  # made so far, by this rank or by others of its worlds
 
 
-def begin_position(seed: int, group: dist.ProcessGroup | None) -> Position:
+def begin_position(seed: int, group: dist.ProcessGroup | None) -> TrainingPosition:
     """Number a trainer, the same on every rank, and return its position; a collective call."""
     global _trainers
     number = all_reduce_messages(
         _trainers, max, lambda value: str(value).encode(), int, "making a trainer", group
     )
     _trainers = number + 1
-    return Position(Attempt(number, step=0, number=-1), seed)
+    return TrainingPosition(Attempt(number, step=0, number=-1), seed)
 
 
 class TrainerExecutor(Executor, Protocol):
@@ -118,7 +118,7 @@ class TrainingState:
         parallel: ParallelContext,
         executor: TrainerExecutor,
         history: History,
-        position: Position,
+        position: TrainingPosition,
     ) -> None:
         self.module = module
         self.optimization = optimization

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from lockstep.compiled_wrapper import unwrap
 from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.kernel.step import OptimizerStep, PreparedStep
 from lockstep.kernel.step_context import Attempt, StepContext
@@ -75,7 +76,7 @@ class StepOperation:
         self._position = run.state.position
         self._parallel = run.state.parallel
         modules = self._parallel.modules_with(model).values()
-        self.modules = {id(getattr(module, "_orig_mod", module)) for module in modules}
+        self.modules = {id(unwrap(module)) for module in modules}
 
     @property
     def number(self) -> int:

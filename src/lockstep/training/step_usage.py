@@ -38,7 +38,8 @@ class RankTimes(NamedTuple):
         rank: The rank.
         compute: Seconds of forward and backward.
         data: Seconds of loading the batch.
-        idle: Seconds that a pipeline stage waited for its neighbors.
+        idle: Seconds that it waited for others before it had its status, such as for the neighbors
+            of a pipeline stage or for gathered parameters.
         memory: Peak resident memory in bytes.
         outside: Seconds since the end of the previous step, without `data` and without waits for
             other ranks.
@@ -87,7 +88,7 @@ class RankUsage(NamedTuple):
 
         Ranks end a step together, since it has an exchange. Each rank reports its time outside of
         steps, for loading data, and for forward and backward; its waiting time is the time until
-        the last rank arrived, and the time that a pipeline stage waited for its neighbors.
+        the last rank arrived, and the time that it waited for others before it arrived itself.
 
         Args:
             arrived: The time of this rank from the end of the previous step until the exchange of
@@ -126,12 +127,14 @@ class StepUsage(StepHook):
         self._ranks: tuple[int, int] | None = None
         self._waited = 0.0  # until then, in all
         self._outside = 0.0  # before the current step, with the time of loading its data
+        self._before = 0.0  # the seconds of waiting until it began
 
     def begin(self, step: StepContext, batch: Any) -> None:
         """Measure the time since the end of the previous step, without waits for other ranks."""
         self._outside = 0.0
+        self._before = Waited.seconds
         if self._ended is not None and self._ranks == (step.parallel.rank, step.parallel.replicas):
-            waited = Waited.seconds - self._waited
+            waited = self._before - self._waited
             self._outside = time.perf_counter() - self._ended - waited
         self._ended = None
 
@@ -141,12 +144,13 @@ class StepUsage(StepHook):
         data = 0.0 if step.batch is None else step.batch.seconds
         self._outside = max(0.0, self._outside - data)
         data += times.loading
-        compute = times.computed - times.begun - times.idle - times.loading
+        idle = Waited.seconds - self._before
+        compute = times.computed - times.begun - idle - times.loading
         if (now := time.monotonic()) >= self._due:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             self._peak = peak if sys.platform == "darwin" else peak * 1024
             self._due = now + MEMORY_INTERVAL
-        row = step.parallel.rank, compute, data, times.idle, self._peak, self._outside
+        row = step.parallel.rank, compute, data, idle, self._peak, self._outside
         return RankUsage.of(RankTimes(*row))
 
     def decode(self, value: Any) -> RankUsage:

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.checkpoint.save_schedule import CheckpointConfig, read_checkpoint
+from lockstep.checkpoint.save_schedule import CheckpointConfig, read_checkpoint_argument
 from lockstep.checkpoint.stop_request import end_call, stopping
 from lockstep.data.dataloader import resolve_data
-from lockstep.data.loader import Batches
+from lockstep.data.loader import EpochBatches
 from lockstep.elastic.membership import membership
 from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.launcher.world import require_world
@@ -41,12 +41,13 @@ from lockstep.training.optimizer_config import (
 from lockstep.training.parallel_setup import make_parallel_context
 from lockstep.training.run_record import LoggerLike
 from lockstep.training.services import Services
+from lockstep.training.session import current_session
 from lockstep.training.trainer_arguments import Storage, check_arguments, compare_arguments
-from lockstep.training.trainer_hooks import current_session
 
 __all__ = ["Trainer"]
 
 
+# It has many methods: each is one that users call.
 @explain_calls
 class Trainer(Services):
     """Trains a model on all ranks of the world, with the same bits in every layout.
@@ -151,7 +152,7 @@ class Trainer(Services):
         optimizers = list_configs(optimizer)
         pipeline = pipeline or PipelineConfig()
         auditing = read_audit(audit)
-        saving = read_checkpoint(checkpoint)
+        saving = read_checkpoint_argument(checkpoint)
         settings = compare_arguments(
             model,
             {
@@ -232,7 +233,7 @@ class Trainer(Services):
         seed: int | None = None,
         epoch: int | None = None,
         **options: Any,
-    ) -> Batches:
+    ) -> EpochBatches:
         """Return the global batches of one epoch, of which each rank loads its own micro-batches.
 
         The epoch is complete, for schedulers and callbacks, when its last batch has been trained.

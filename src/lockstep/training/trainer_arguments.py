@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.model.across_ranks import verify_across_ranks
-from lockstep.model.description import describe, describe_environment
+from lockstep.model.description import describe, describe_torch_settings
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 
 __all__ = ["Storage", "check_arguments", "compare_arguments"]
@@ -31,7 +31,7 @@ def compare_arguments(model: object, values: Mapping[str, Any]) -> dict[str, str
     """
     # Before the comparison, which would report an attribute of DistributedDataParallel: its rank.
     reject_unsupported_modules({**values, "model": model})
-    description = describe_environment()
+    description = describe_torch_settings()
     for name, value in values.items():
         description |= describe(name, value)
     about = "the arguments of a Trainer"

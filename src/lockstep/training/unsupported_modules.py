@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lockstep.compiled_wrapper import unwrap
 from lockstep.data_parallel.single_process import DataParallel
 from lockstep.kernel.buffer_rules import ATTRIBUTE, RULES, describe_buffer_rules
 from lockstep.kernel.errors import UsageError
@@ -39,7 +40,7 @@ def reject_unsupported_modules(values: Mapping[str, Any], *, allows_shards: bool
         allows_shards: Whether `fully_shard` may have been called with them.
     """
     for root, module in _iterate_modules(values):
-        module = getattr(module, "_orig_mod", module)
+        module = unwrap(module)
         for path, part in module.named_modules(prefix=root):
             if isinstance(part, torch.jit.ScriptModule):
                 raise UsageError(

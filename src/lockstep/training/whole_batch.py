@@ -17,13 +17,13 @@ import torch
 from lockstep.data.microbatch import Microbatch, clone_tensors
 from lockstep.kernel.errors import LossError, UsageError
 from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.training.batch_rows import add_exactly, find_spans, gather_rows
+from lockstep.training.batch_rows import add_exactly, find_microbatch_rows, gather_rows
 from lockstep.training.microbatch_loop import MicrobatchLoop
 
-__all__ = ["backward_whole_batch", "gather", "total"]
+__all__ = ["add_counts", "backward_whole_batch", "gather_whole_batch"]
 
 
-def total(loop: MicrobatchLoop, count: Callable[[Any], float], *batches: Any) -> float:
+def add_counts(loop: MicrobatchLoop, count: Callable[[Any], float], *batches: Any) -> float:
     """Return the exact sum of a number of every micro-batch; see `ManualStep.total`."""
     loop.start(*batches)
     with CollectiveCallGuard(lambda: loop.place):
@@ -31,7 +31,7 @@ def total(loop: MicrobatchLoop, count: Callable[[Any], float], *batches: Any) ->
     return add_exactly(loop.step, values)
 
 
-def gather(loop: MicrobatchLoop, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def gather_whole_batch(loop: MicrobatchLoop, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the rows of all micro-batches; see `ManualStep.gather`."""
     computed = [one.microbatch.index for one in loop.step.computed]
     is_complete = loop.step.batch is not None and loop.current is None
@@ -80,7 +80,7 @@ def backward_whole_batch(
         root, gradient = loop.roots.find(value, 1.0)
         found = torch.autograd.grad(root, [*used, *trained], gradient, allow_unused=True)
     gradients = {id(one): part for one, part in zip([*used, *trained], found, strict=True)}
-    spans = find_spans(step)
+    spans = find_microbatch_rows(step)
     for data in loop.microbatches(*batches):
         index = loop.microbatch.index
         pairs = [(one, gradients[id(one)]) for one in trained if index == 0]
@@ -106,6 +106,8 @@ def backward_whole_batch(
         loop.note_mean(value, batch.size)
         with parallel.without_autocast():
             torch.autograd.backward([one for one, _ in roots], [part for _, part in roots])
+    # What the block draws afterwards must not follow from this rank's last micro-batch.
+    loop.scopes.begin_microbatch(step.number, batch.leaves)
     return value.detach()
 
 

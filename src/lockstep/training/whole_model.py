@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from lockstep.audit.microbatch_results import hash_results
+from lockstep.compiled_wrapper import unwrap
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
@@ -218,5 +219,4 @@ class WholeModelExecutor:
             return evaluate(called, batches, task, self._seed, self._blocks)
         finally:
             if self._parallel.is_sharded:  # torch keeps what it gathered until a backward
-                root: Any = getattr(called, "_orig_mod", called)
-                root.reshard()
+                unwrap(called).reshard()

@@ -14,8 +14,8 @@ from lockstep.comm.native.binding_folder import (
     get_cache_folder,
     list_bindings,
     lock_folder,
-    publish,
     reason_not_trusted,
+    replace_folder,
     temporary_folder,
     write_abi,
 )
@@ -122,7 +122,7 @@ def test_a_folder_has_its_name_when_it_is_complete(tmp_path):
             complete = work / "complete"
             complete.mkdir()
             (complete / "file").write_text(content)
-            publish(complete, destination)
+            replace_folder(complete, destination)
         assert (destination / "file").read_text() == content
         assert os.listdir(tmp_path) == ["name"]
     with pytest.raises(RuntimeError), temporary_folder(tmp_path):

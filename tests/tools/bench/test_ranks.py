@@ -13,7 +13,7 @@ from lockstep.launcher.world import cpu_backend
 from lockstep.processor_core import count_usable_cores
 from lockstep.tools.bench import measured_calls
 from lockstep.tools.bench.measured_collectives import COLLECTIVES
-from lockstep.tools.bench.ranks import MIN_CALLS, Plan, measure, rotate
+from lockstep.tools.bench.ranks import MIN_CALLS, BenchPlan, measure, rotate
 from lockstep.tools.bench.start_barrier import StartBarrier
 
 BACKENDS = ["gloo", *(["lockstep"] if cpu_backend() == "lockstep" else [])]
@@ -22,7 +22,7 @@ BACKENDS = ["gloo", *(["lockstep"] if cpu_backend() == "lockstep" else [])]
 def make_plan(folder, ranks, collective="all_reduce", backends=("gloo",), is_bound=False):
     path = str(folder / f"barrier-{collective}")
     StartBarrier.prepare(path, ranks)
-    return Plan(collective, ranks, list(backends), [4, 6000], 1e-9, is_bound, path, 20.0)
+    return BenchPlan(collective, ranks, list(backends), [4, 6000], 1e-9, is_bound, path, 20.0)
 
 
 def measure_all(plans):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.tools.bench.measured_collectives import COLLECTIVES, Part
+from lockstep.tools.bench.measured_collectives import COLLECTIVES, BufferPart
 from lockstep.tools.bench.workload import PERIOD, WorkloadBuffers, make_pattern
 
 COUNT = 2 * PERIOD + 5
@@ -52,6 +52,6 @@ def test_parts_have_different_contents() -> None:
     buffers.fill(0)
     assert [part.part for part in collective.before(1, 3)] == [0, 1, 2]
     assert len({int(value) for value in buffers.send[::4]}) == 3
-    assert collective.after(1, 3)[2] == Part(2, 1)
+    assert collective.after(1, 3)[2] == BufferPart(2, 1)
     assert torch.equal(buffers.receive, torch.zeros(12))
     assert buffers.count_wrong(0) > 0

@@ -14,7 +14,7 @@ from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import count_sums
 from lockstep.tools.plan.memory_session import MemorySession
 from lockstep.tools.plan.meta_trainer import MetaTrainer
-from lockstep.training.trainer_hooks import SessionComplete
+from lockstep.training.session import SessionComplete
 
 
 class Tied(nn.Module):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.kernel.errors import LossError, RankError, UsageError
+from lockstep.launcher import world as joined
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def fail() -> None:
 def all_reduced() -> tuple[int, float]:
     tensor = torch.tensor(float(ls.rank() + 1))
     dist.all_reduce(tensor)
-    return ls.world().world_size, tensor.item()
+    return joined.world().world_size, tensor.item()
 
 
 # --- calls ---------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import lockstep as ls
 import warm
 from lockstep.comm.transport.secret import KEY_VARIABLE, make_key
 from lockstep.kernel.errors import RankError, RendezvousError
+from lockstep.launcher import world as joined
 
 WORKER = [*warm.LOCKSTEP, "worker"]
 PATIENCE = 60.0
@@ -56,7 +57,7 @@ def connect(tmp_path, endpoint):
 def all_reduced() -> tuple[str, int, float]:
     tensor = torch.tensor(float(ls.rank() + 1))
     dist.all_reduce(tensor)
-    return os.environ["GROUP_RANK"], ls.local_rank(), tensor.item()
+    return os.environ["GROUP_RANK"], joined.local_rank(), tensor.item()
 
 
 def test_local_and_remote_workers_are_one_world(connect, endpoint, tmp_path):

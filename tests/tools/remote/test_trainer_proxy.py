@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.kernel.errors import LayoutError, LossError, UsageError
+from lockstep.model.deferred_init import build
 from lockstep.tools.remote.output_forwarder import OutputForwarder
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -47,7 +48,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def without_driver() -> list[object]:
     trainer = ls.Trainer(
-        ls.build(BLOCKS, seed=5), nn.CrossEntropyLoss(), SGD, seed=5,
+        build(BLOCKS, seed=5), nn.CrossEntropyLoss(), SGD, seed=5,
         metrics={"accuracy": ls.accuracy}, max_grad_norm=1.0,
     )  # fmt: skip
     losses = [trainer.step(batch) for batch in batches()]

@@ -20,7 +20,7 @@ from lockstep.audit.operator_tracer import OperatorTracer
 from lockstep.launcher.launch import launch_in_this_process
 from lockstep.tools.replay.replay_session import ReplaySession
 from lockstep.tools.replay.result import Level, ReplayedStep, ReplayRequest
-from lockstep.training.trainer_hooks import SessionComplete, open_session
+from lockstep.training.session import SessionComplete, open_session
 from models import Branches, Words, blocks, picture_batches, pictures, row_batches, word_batches
 
 pytestmark = pytest.mark.usefixtures("world_of_one")

@@ -16,7 +16,7 @@ import lockstep as ls
 from lockstep.tools.replay.replay_session import ReplaySession
 from lockstep.tools.replay.result import ReplayedStep, ReplayRequest
 from lockstep.tools.replay.single_microbatch import DebuggerLeft
-from lockstep.training.trainer_hooks import SessionComplete, open_session
+from lockstep.training.session import SessionComplete, open_session
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 SAMPLES = TensorDataset(torch.linspace(-1, 1, 144).reshape(24, 6), torch.arange(24) % 4)

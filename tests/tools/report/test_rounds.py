@@ -5,7 +5,7 @@ import pytest
 import records
 from lockstep.record.reader import read_run
 from lockstep.tools.report.run_report import report_html
-from lockstep.tools.report.summary import summarize
+from lockstep.tools.report.summary import summarize_run
 from lockstep.tools.report.summary_text import round_sentence
 
 
@@ -33,4 +33,4 @@ def test_damaged_lines_are_told_as_far_as_they_can_be(tmp_path, damage):
 
 
 def test_the_duration_of_an_elastic_run_is_that_of_all_its_processes(run):
-    assert summarize(run).seconds == records.END["t"], "not that of the last rank 0's process"
+    assert summarize_run(run).seconds == records.END["t"], "not that of the last rank 0's process"

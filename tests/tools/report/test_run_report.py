@@ -10,7 +10,7 @@ import pytest
 import records
 from lockstep.formatting import format_percent
 from lockstep.launcher.run_folder import RECORD_FILE
-from lockstep.record.logged_value import describe_value
+from lockstep.record.logged_value import convert_value
 from lockstep.record.reader import read_run
 from lockstep.tools.report.breakdown import (
     peak_memory,
@@ -19,7 +19,7 @@ from lockstep.tools.report.breakdown import (
     time_shares,
 )
 from lockstep.tools.report.run_report import report_html
-from lockstep.tools.report.summary import find_slowest_rank, summarize
+from lockstep.tools.report.summary import find_slowest_rank, summarize_run
 from lockstep.tools.report.summary_text import (
     checkpoint_sentence,
     headline,
@@ -41,7 +41,7 @@ def aged(folder):
 
 
 def test_the_headline_has_quality_layout_and_speed(run):
-    well, fast = headline(run, summarize(run))
+    well, fast = headline(run, summarize_run(run))
     assert well == "digits: accuracy 91.2%, loss 0.2500 on held-out samples after 2 epochs."
     assert fast == (
         "Net of 21,840 parameters on 2 replicas, 8 micro-batches, gloo, cpu: 640 samples in "
@@ -54,7 +54,7 @@ def test_values_of_the_script_are_shown(tmp_path):
     lines = records.whole()
     for step in (3, 7):
         for kind, value in (("histogram", [step, 1.0]), ("image", [[step / 10]]), ("scalar", step)):
-            fields = describe_value(kind, value, kind)
+            fields = convert_value(kind, value, kind)
             lines.insert(-1, {"kind": "log", "t": 1, "step": step, "name": f"my {kind}", **fields})
     run = read_run(records.write(tmp_path / "night", lines))
     page = report_html(run)
@@ -74,7 +74,7 @@ def test_an_evaluation_of_averaged_weights_is_named(tmp_path):
         if line["kind"] == "epoch":
             line["evaluation"] = line["evaluation"] | {"ema": True}
     run = read_run(records.write(tmp_path / "night", lines))
-    assert "on held-out samples (EMA) after" in headline(run, summarize(run))[0]
+    assert "on held-out samples (EMA) after" in headline(run, summarize_run(run))[0]
     page = report_html(run)
     assert "held-out (EMA) loss" in page
     assert "held out (EMA)" in page
@@ -163,11 +163,11 @@ def test_a_resumption_that_fails_at_once_is_said_to_have_failed(tmp_path):
     failed = records.END | {"state": "failed", "message": "another batch size", "steps": 0}
     lines = [*records.whole()[:-1], records.resume(20, 2), failed]
     run = read_run(records.write(tmp_path / "night", lines))
-    sentence = state_sentence(run, summarize(run))
+    sentence = state_sentence(run, summarize_run(run))
     assert sentence == "Resuming after step 20 failed: another batch size"
     lines = [*lines[:-1], records.step(20), failed | {"steps": 21}]
     run = read_run(records.write(tmp_path / "later", lines))
-    assert state_sentence(run, summarize(run)) == "another batch size"
+    assert state_sentence(run, summarize_run(run)) == "another batch size"
 
 
 @pytest.mark.parametrize(
@@ -255,13 +255,13 @@ def test_checkpoints_and_resumptions_are_reported(resumed):
 
 
 def test_a_resumed_run_counts_each_step_once(resumed):
-    well, fast = headline(resumed, summarize(resumed))
+    well, fast = headline(resumed, summarize_run(resumed))
     assert well.endswith("after 2 epochs.")
     assert fast.startswith(
         "Net of 21,840 parameters on 2 replicas, 8 micro-batches, gloo, cpu: 640 samples in "
         "20 steps took 2.00 s, "
     )
-    assert summarize(resumed).seconds == 2.0, "not that of the last process alone"
+    assert summarize_run(resumed).seconds == 2.0, "not that of the last process alone"
 
 
 def test_times_of_a_resumed_run_are_those_of_its_last_layout(resumed):
@@ -269,8 +269,8 @@ def test_times_of_a_resumed_run_are_those_of_its_last_layout(resumed):
     assert changed == "The layout changed at step 12; times and speeds are those since."
     assert rank.startswith("Rank 1 is the slowest: it works ")
     assert find_slowest_rank(resumed).seconds < 0.1
-    assert summarize(resumed).step_seconds == pytest.approx(0.01)
-    assert summarize(resumed).speed == pytest.approx(8 * 32 / 0.17)
+    assert summarize_run(resumed).step_seconds == pytest.approx(0.01)
+    assert summarize_run(resumed).speed == pytest.approx(8 * 32 / 0.17)
     assert [one.rank for one in time_by_rank(resumed)] == [0, 1]
     assert [one.num_bytes for one in peak_memory(resumed)] == [300_000_000, 310_000_000]
 
@@ -280,13 +280,13 @@ def test_the_command_that_resumes_a_run_is_given(tmp_path, state):
     end = [records.END | {"state": state, "message": "rank 1 failed."}] if state else []
     folder = records.write(tmp_path / "night", [*records.resumed()[:-1], *end])
     run = read_run(folder if state else aged(folder))
-    assert "resume it" not in state_sentence(run, summarize(run)).lower()
+    assert "resume it" not in state_sentence(run, summarize_run(run)).lower()
     (folder / "checkpoints" / "step-16").mkdir(parents=True)
     words = {
         "stopped": "This run was stopped on request 2.00 s after its start, in epoch 2, step 19.",
         "failed": "rank 1 failed.",
     }
-    sentence = state_sentence(run, summarize(run))
+    sentence = state_sentence(run, summarize_run(run))
     assert sentence.startswith(words.get(state, "This run ended without a last line"))
     assert sentence.endswith(f" Resume it with: lockstep train --resume {folder}")
 

@@ -7,7 +7,7 @@ import pytest
 from lockstep.kernel.errors import UsageError
 from lockstep.training.resume.compatibility import (
     describe_sources,
-    find_differences,
+    list_changes,
     log_resumed,
     require_same_training,
 )
@@ -48,7 +48,7 @@ def training(**changes):
 
 def test_the_same_training_has_no_differences():
     require_same_training(training(), training())
-    assert find_differences(training(), training(), SETTINGS) == []
+    assert list_changes(training(), training(), SETTINGS) == []
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_missing_part_is_refused_from_either_side():
 def test_what_is_said(entry, value, said):
     require_same_training(training(), training(**{entry: value}))
     used = {name: text for name, text in SETTINGS.items() if name != "loss"}
-    assert find_differences(training(), training(**{entry: value}), used) == [said]
+    assert list_changes(training(), training(**{entry: value}), used) == [said]
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_what_is_said(entry, value, said):
 )
 def test_what_may_differ(entry, value):
     require_same_training(training(), training(**{entry: value}))
-    assert find_differences(training(), training(**{entry: value}), SETTINGS) == []
+    assert list_changes(training(), training(**{entry: value}), SETTINGS) == []
 
 
 def test_another_decay_of_the_average_is_said_and_not_refused():
     one, other = training(ema_decay="0.9"), training(ema_decay="0.99")
     require_same_training(one, other)
-    assert find_differences(one, other, {}) == ["ema_decay is 0.99, it was 0.9"]
+    assert list_changes(one, other, {}) == ["ema_decay is 0.99, it was 0.9"]
 
 
 def test_sources_are_those_of_the_user(tmp_path, monkeypatch):

@@ -20,13 +20,14 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import BroadcastOptions
 
-from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, cut, parts, round_up
+from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, cut_bucket, parts, round_up
 from lockstep.comm.hosts.group import ANSWER_TIMEOUT, HostGroup
 from lockstep.comm.hosts.map import find_host_nodes
 from lockstep.comm.hosts.process_group import HostWork
 from lockstep.comm.native_all_reduce import NativeAllReduce
 from lockstep.comm.portable_all_reduce import PortableAllReduce
 from lockstep.comm.reproducible_all_reduce import Held, ReproducibleAllReduce, Values
+from lockstep.comm.slice_plan import SlicePlan
 
 __all__ = ["HostAllReduce"]
 
@@ -81,12 +82,15 @@ class HostAllReduce(ReproducibleAllReduce):
             self.sums = torch.empty(bucket.length, dtype=bucket.dtype)
         self._present = torch.zeros(max(len(bucket.members), 1), dtype=torch.uint8)
         self._plan = zlib.crc32(repr((bucket, nodes_by_rank, leaves)).encode())
-        self._between: BetweenHosts | None = None
+        self._transport: HostTransport | None = None
+        self._between: PortableAllReduce | None = None
         if self._position < slices:
             peers = [of_host[self._position] for of_host in group.map.hosts]
             self._slice = slice(self._cuts[self._position], self._cuts[self._position + 1])
-            part = cut(bucket, self._slice)
-            self._between = BetweenHosts(group, peers, part, host_nodes, leaves, host)
+            part = cut_bucket(bucket, self._slice)
+            self._transport = HostTransport(group, peers, host)
+            plan = SlicePlan(part, host_nodes, leaves, host)
+            self._between = PortableAllReduce(plan, self._transport, torch.device("cpu"))
         self._is_sent = False
 
     def _find(self, node: tuple[int, int]) -> tuple[int, int]:
@@ -130,8 +134,9 @@ class HostAllReduce(ReproducibleAllReduce):
                     m.index: None if value is None else vector[m.offset : m.offset + m.numel]
                     for m, (_, value) in zip(self._between.bucket.members, sums, strict=True)
                 }
-        if self._between is not None:
-            self._between.start(held, self._call, self._tag)
+        if self._transport is not None and self._between is not None:
+            self._transport.begin(self._call, self._tag)
+            self._between.launch(held)
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
         """Finish; see `ReproducibleAllReduce.gather`."""
@@ -161,61 +166,53 @@ class HostAllReduce(ReproducibleAllReduce):
                 local.broadcast([vector], options).wait()
 
 
-class BetweenHosts(PortableAllReduce):
-    """The sum of one slice, over one rank of each host.
+class HostTransport:
+    """Messages of one rank of each host, whose tags belong to one sum.
 
     Args:
         group: The group.
         peers: The rank of each host, in the order of the hosts.
-        bucket: The slice of the bucket.
-        host_nodes: The nodes of the tree that each host holds.
-        leaves: The number of leaves of the tree.
         host: The number of this host.
     """
 
-    def __init__(
-        self,
-        group: HostGroup,
-        peers: Sequence[int],
-        bucket: Bucket,
-        host_nodes: Sequence[Sequence[tuple[int, int]]],
-        leaves: int,
-        host: int,
-    ) -> None:
-        self._hosts = group
+    def __init__(self, group: HostGroup, peers: Sequence[int], host: int) -> None:
+        self._group = group
         self._peers = peers
+        self._host = host
         self._call = ""
         self._tag = 0
-        super().__init__(bucket, host_nodes, leaves, torch.device("cpu"), None, host)
 
-    def start(self, held: Held, call: str, tag: int) -> None:
-        """Send this host's nodes to the other hosts.
+    def begin(self, call: str, tag: int) -> None:
+        """Begin a sum.
 
         Args:
-            held: The values of the nodes.
             call: The call, for messages.
             tag: The first of the two tags of its messages.
         """
         self._call = call
         self._tag = tag
-        self.launch(held)
 
-    def _exchange_rows(self) -> PendingMessages:
-        return self._swap(list(self._rows), list(self._in.split(self._widths)), self._tag)
+    def exchange(
+        self, rows: torch.Tensor, received: torch.Tensor, widths: Sequence[int]
+    ) -> PendingMessages:
+        """Start to send row j to host j; see `SliceTransport`."""
+        return self._swap(list(rows), received.split(list(widths)), self._tag)
 
-    def _gather_sums(self, mine: torch.Tensor) -> PendingMessages:
-        sums = self.sums.view(torch.uint8).view(self._ranks, self._slice_bytes)
-        return self._swap([mine.view(torch.uint8)] * self._ranks, list(sums), self._tag + 1)
+    def gather(self, mine: torch.Tensor, sums: torch.Tensor) -> PendingMessages:
+        """Start to send the sum of this host's slice to all hosts; see `SliceTransport`."""
+        hosts = len(self._peers)
+        slices = sums.view(torch.uint8).view(hosts, -1)
+        return self._swap([mine.view(torch.uint8)] * hosts, list(slices), self._tag + 1)
 
     def _swap(
         self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor], tag: int
     ) -> PendingMessages:
         """Send a vector of bytes to every host, and receive one from each."""
-        group = self._hosts
-        gloo = self._hosts.gloo
+        group = self._group
+        gloo = group.gloo
         works = []
         for host, peer in enumerate(self._peers):
-            if host == self._rank:
+            if host == self._host:
                 into[host].copy_(out[host])
                 continue
             for message, vector in ((gloo.recv, into[host]), (gloo.send, out[host])):

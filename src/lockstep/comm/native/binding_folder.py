@@ -29,9 +29,9 @@ __all__ = [
     "get_cache_folder",
     "list_bindings",
     "lock_folder",
-    "publish",
     "read_installation_reason",
     "reason_not_trusted",
+    "replace_folder",
     "temporary_folder",
     "write_abi",
     "write_reason",
@@ -169,7 +169,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
         remove_tree(made)
 
 
-def publish(complete: Path, destination: Path) -> None:
+def replace_folder(complete: Path, destination: Path) -> None:
     """Rename a complete folder to `destination`; replace a folder that is already there."""
     if os.path.lexists(destination):
         old = Path(tempfile.mkdtemp(prefix=".build-old-", dir=destination.parent))

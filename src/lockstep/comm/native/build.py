@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.comm.native.binding_folder import publish, temporary_folder, write_abi
+from lockstep.comm.native.binding_folder import replace_folder, temporary_folder, write_abi
 from lockstep.comm.native.extension_abi import CSRC, FLAGS, ExtensionABI, list_sources
 
 __all__ = ["CompilationError", "build_binding", "find_compiler", "find_requirements"]
@@ -87,7 +87,7 @@ def build_binding(
         (complete / MODULE).chmod(0o755 & folder.stat().st_mode)
         write_abi(complete, abi)
         verify(complete / MODULE)
-        publish(complete, folder / abi.name)
+        replace_folder(complete, folder / abi.name)
     return folder / abi.name / MODULE
 
 

@@ -35,7 +35,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["Keys", "Refused", "Status", "Step", "Steps", "answer", "call"]
+__all__ = ["HandshakeSteps", "Keys", "Refused", "Status", "Step", "answer", "call"]
 
 GREETING = b"lockstep secret 4\n"
 NONCE = PROOF = PURPOSE = 32  # bytes
@@ -83,11 +83,11 @@ class Step:
     keys: Keys | None = None
 
 
-Steps = Generator[Step, bytes, None]
+HandshakeSteps = Generator[Step, bytes, None]
 """One end of a handshake: yields steps, and receives the bytes that each step waits for."""
 
 
-def call(secret: bytes, purpose: str) -> Steps:
+def call(secret: bytes, purpose: str) -> HandshakeSteps:
     """Run the caller's end of a handshake.
 
     Raises:
@@ -105,7 +105,7 @@ def call(secret: bytes, purpose: str) -> Steps:
     yield Step(b"", 0, (_derive(session, "from the caller"), _derive(session, "from the listener")))
 
 
-def answer(secret: bytes, purpose: str) -> Steps:
+def answer(secret: bytes, purpose: str) -> HandshakeSteps:
     """Run the listener's end of a handshake; the caller proves itself first.
 
     Raises:

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lockstep.comm.transport.handshake import Keys, Refused, Status, Steps, answer
+from lockstep.comm.transport.handshake import HandshakeSteps, Keys, Refused, Status, answer
 from lockstep.comm.transport.message_connection import HANDSHAKE_TIMEOUT, MessageConnection
 
 __all__ = ["SLOTS", "MessageListener", "RefusalLog"]
@@ -86,7 +86,7 @@ class Pending:
     end: socket.socket
     address: str
     deadline: float
-    steps: Steps
+    steps: HandshakeSteps
     missing: int
     received: bytes = b""
     is_introduced: bool = False

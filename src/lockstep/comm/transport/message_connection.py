@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.comm.transport.handshake import Keys, Refused, Status, Steps, call
+from lockstep.comm.transport.handshake import HandshakeSteps, Keys, Refused, Status, call
 from lockstep.comm.transport.message_codec import MessageCodec
 from lockstep.kernel.errors import RendezvousError, UsageError
 
@@ -180,7 +180,9 @@ def connect_to(
             time.sleep(RETRY)
 
 
-def _attempt(address: str, port: int, steps: Steps, timeout: float) -> tuple[socket.socket, Keys]:
+def _attempt(
+    address: str, port: int, steps: HandshakeSteps, timeout: float
+) -> tuple[socket.socket, Keys]:
     try:
         end = socket.create_connection((address, port), timeout)
     except OSError as error:
@@ -206,7 +208,7 @@ def _attempt(address: str, port: int, steps: Steps, timeout: float) -> tuple[soc
     return end, keys
 
 
-def _shake_hands(end: socket.socket, steps: Steps, deadline: float) -> Keys:
+def _shake_hands(end: socket.socket, steps: HandshakeSteps, deadline: float) -> Keys:
     """Run the caller's end of a handshake until `deadline`, a `time.monotonic()` time."""
     step = next(steps)
     while step.keys is None:

@@ -309,7 +309,7 @@ WorkPtr LockstepBackend::reproducible_all_reduce(Bucket bucket, at::Tensor packe
   CHECK_ARGUMENT(
       Heap::instance().find(packed.data_ptr(), packed_bytes(bucket, rank_)).is_shared() &&
           (bucket.scatter || Heap::instance().find(result.data_ptr(), result.nbytes()).is_shared()),
-      op, ": the buffers must be in shared memory (lockstep.empty_shared)");
+      op, ": the buffers must be in shared memory (lockstep.comm.shared_memory.empty_shared)");
   try {
     check(bucket, rank_, static_cast<char*>(packed.data_ptr()),
           static_cast<char*>(result.data_ptr()));

@@ -231,15 +231,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::call_guard<py::gil_scoped_release>())
       .def("share", &LockstepBackend::share, py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>());
-  py::class_<UnitSeeder>(module, "UnitSeeder")
-      .def(py::init<std::vector<int64_t>, py::function, py::function>(), py::arg("units"),
+  py::class_<ScopeSeeder>(module, "ScopeSeeder")
+      .def(py::init<std::vector<int64_t>, py::function, py::function>(), py::arg("scopes"),
            py::arg("get_numpy"), py::arg("seed_others"))
-      .def("seed", &UnitSeeder::seed, py::arg("prefix"), py::arg("unit"), py::arg("call") = 0)
-      .def("begin", &UnitSeeder::begin, py::arg("prefix"), py::arg("unit"))
-      .def("know_others", &UnitSeeder::know_others, py::arg("python"), py::arg("python_address"),
+      .def("seed", &ScopeSeeder::seed, py::arg("prefix"), py::arg("scope"), py::arg("call") = 0)
+      .def("begin", &ScopeSeeder::begin, py::arg("prefix"), py::arg("scope"))
+      .def("know_others", &ScopeSeeder::know_others, py::arg("python"), py::arg("python_address"),
            py::arg("numpy"), py::arg("numpy_address"), py::arg("second_address"))
-      .def("read_others", &UnitSeeder::read_others)
-      .def("write_others", &UnitSeeder::write_others, py::arg("states"));
+      .def("read_others", &ScopeSeeder::read_others)
+      .def("write_others", &ScopeSeeder::write_others, py::arg("states"));
   module.def("make_module_call", &make_module_call, py::arg("module"), py::arg("before"),
              py::arg("after"));
   module.def("make_scope_hook", &make_scope_hook, py::arg("seeder"), py::arg("scopes"),

@@ -17,32 +17,33 @@ namespace py = pybind11;
 
 namespace lockstep {
 
-static uint64_t hash_key(std::string_view prefix, int64_t unit, int64_t call) {
+static uint64_t hash_key(std::string_view prefix, int64_t scope, int64_t call) {
   char message[kBlake2bBlock];
   CHECK_ARGUMENT(prefix.size() + 2 * sizeof(int64_t) <= sizeof(message), "the prefix is too long");
-  const int64_t parts[] = {unit, call};
-  const size_t bytes = call ? sizeof(parts) : sizeof(unit);
+  const int64_t parts[] = {scope, call};
+  const size_t bytes = call ? sizeof(parts) : sizeof(scope);
   std::memcpy(message, prefix.data(), prefix.size());
   std::memcpy(message + prefix.size(), parts, bytes);
   return blake2b_64(message, prefix.size() + bytes);
 }
 
-UnitSeeder::UnitSeeder(std::vector<int64_t> units, py::function get_numpy, py::function seed_others)
-    : units_(std::move(units)),
+ScopeSeeder::ScopeSeeder(std::vector<int64_t> scopes, py::function get_numpy,
+                         py::function seed_others)
+    : scopes_(std::move(scopes)),
       get_numpy_(std::move(get_numpy)),
       seed_others_(std::move(seed_others)) {}
 
-uint64_t UnitSeeder::seed(std::string_view prefix, int64_t unit, int64_t call) {
-  const auto known = call ? units_.end() : std::find(units_.begin(), units_.end(), unit);
+uint64_t ScopeSeeder::seed(std::string_view prefix, int64_t scope, int64_t call) {
+  const auto known = call ? scopes_.end() : std::find(scopes_.begin(), scopes_.end(), scope);
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   auto* const state = generator.get<at::CPUGeneratorImpl>();
-  if (known == units_.end()) {
-    const uint64_t seed = hash_key(prefix, unit, call);
+  if (known == scopes_.end()) {
+    const uint64_t seed = hash_key(prefix, scope, call);
     std::scoped_lock<std::mutex> lock(generator.mutex());
     state->set_current_seed(seed);
     return seed;
   }
-  const at::mt19937& engine = find_engine(prefix, static_cast<size_t>(known - units_.begin()));
+  const at::mt19937& engine = find_engine(prefix, static_cast<size_t>(known - scopes_.begin()));
   std::scoped_lock<std::mutex> lock(generator.mutex());  // as `set_current_seed` does
   state->set_next_float_normal_sample(std::nullopt);
   state->set_next_double_normal_sample(std::nullopt);
@@ -62,18 +63,18 @@ static std::string advance(std::string_view prefix, uint64_t microbatches) {
   return later;
 }
 
-// Returns the engine of unit `number`; makes it and the following ones if it is not there.
-const at::mt19937& UnitSeeder::find_engine(std::string_view prefix, size_t number) {
+// Returns the engine of scope `number`; makes it and the following ones if it is not there.
+const at::mt19937& ScopeSeeder::find_engine(std::string_view prefix, size_t number) {
   for (size_t n = 0; n < keys_.size(); ++n)
-    if (keys_[n].second == units_[number] && keys_[n].first == prefix) return engines_[n];
+    if (keys_[n].second == scopes_[number] && keys_[n].first == prefix) return engines_[n];
   keys_.clear();
   std::vector<std::pair<std::string, int64_t>> keys;
   std::array<at::mt19937_data_pod, kTogether> states;
   std::array<uint32_t, kTogether> words;
   for (size_t n = 0; n < kTogether; ++n, ++number) {
-    const int64_t unit = units_[number % units_.size()];
-    const auto& key = keys.emplace_back(advance(prefix, number / units_.size()), unit);
-    const uint64_t seed = hash_key(key.first, unit, 0);
+    const int64_t scope = scopes_[number % scopes_.size()];
+    const auto& key = keys.emplace_back(advance(prefix, number / scopes_.size()), scope);
+    const uint64_t seed = hash_key(key.first, scope, 0);
     words[n] = static_cast<uint32_t>(seed);
     states[n].seed_ = seed;
     states[n].left_ = 1;
@@ -90,26 +91,26 @@ const at::mt19937& UnitSeeder::find_engine(std::string_view prefix, size_t numbe
   return engines_[0];
 }
 
-uint64_t UnitSeeder::begin(std::string_view prefix, int64_t unit) {
+uint64_t ScopeSeeder::begin(std::string_view prefix, int64_t scope) {
   CHECK_ARGUMENT(prefix.size() >= sizeof(int64_t), "the prefix has no micro-batch");
-  const uint64_t seed = this->seed(prefix, unit, 0);
+  const uint64_t seed = this->seed(prefix, scope, 0);
   if (!has_numpy()) {
     seed_others_(py::cast(this, py::return_value_policy::reference), seed);
     return seed;
   }
-  seed_python(prefix, unit, seed);
-  const auto known = std::find(units_.begin(), units_.end(), unit);
-  seed_numpy(known == units_.end()
+  seed_python(prefix, scope, seed);
+  const auto known = std::find(scopes_.begin(), scopes_.end(), scope);
+  seed_numpy(known == scopes_.end()
                  ? at::mt19937(seed)
-                 : find_engine(prefix, static_cast<size_t>(known - units_.begin())));
+                 : find_engine(prefix, static_cast<size_t>(known - scopes_.begin())));
   return seed;
 }
 
-void UnitSeeder::seed_python(std::string_view prefix, int64_t unit, uint64_t seed) {
+void ScopeSeeder::seed_python(std::string_view prefix, int64_t scope, uint64_t seed) {
   static PyObject* const second = PyUnicode_InternFromString("gauss_next");
   auto known = std::find(python_seeds_.begin(), python_seeds_.end(), seed);
   if (known == python_seeds_.end()) {
-    prepare_python(prefix, unit);
+    prepare_python(prefix, scope);
     known = python_seeds_.begin();
   }
   const Words& words = python_words_[static_cast<size_t>(known - python_seeds_.begin())];
@@ -118,7 +119,7 @@ void UnitSeeder::seed_python(std::string_view prefix, int64_t unit, uint64_t see
   py::setattr(python_, second, py::none());
 }
 
-void UnitSeeder::prepare_python(std::string_view prefix, int64_t unit) {
+void ScopeSeeder::prepare_python(std::string_view prefix, int64_t scope) {
   constexpr uint32_t kWords = at::MERSENNE_STATE_N;
   static const Words initial = [] {
     Words words;
@@ -130,7 +131,7 @@ void UnitSeeder::prepare_python(std::string_view prefix, int64_t unit) {
   python_seeds_.clear();
   std::array<std::array<uint32_t, 2>, kTogether> terms;  // added in turn
   for (size_t n = 0; n < kTogether; ++n) {
-    const uint64_t seed = python_seeds_.emplace_back(hash_key(advance(prefix, n), unit, 0));
+    const uint64_t seed = python_seeds_.emplace_back(hash_key(advance(prefix, n), scope, 0));
     const auto low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
     terms[n] = {low, high ? high + 1 : low};  // Python's key has as many words as it needs
     python_words_[n] = initial;
@@ -150,7 +151,7 @@ void UnitSeeder::prepare_python(std::string_view prefix, int64_t unit) {
   for (Words& words : python_words_) words[0] = 0x80000000;
 }
 
-void UnitSeeder::seed_numpy(const at::mt19937& engine) {
+void ScopeSeeder::seed_numpy(const at::mt19937& engine) {
   const auto words = engine.data().state_;
   lock_.attr("acquire")();  // numpy's functions draw without the interpreter's lock
   std::memcpy(numpy_memory_, words.data(), sizeof(words));
@@ -159,8 +160,8 @@ void UnitSeeder::seed_numpy(const at::mt19937& engine) {
   lock_.attr("release")();
 }
 
-void UnitSeeder::know_others(py::object python, uint64_t python_address, py::object numpy,
-                             uint64_t numpy_address, uint64_t second_address) {
+void ScopeSeeder::know_others(py::object python, uint64_t python_address, py::object numpy,
+                              uint64_t numpy_address, uint64_t second_address) {
   lock_ = numpy.attr("lock");
   python_ = std::move(python);
   numpy_ = std::move(numpy);
@@ -171,7 +172,7 @@ void UnitSeeder::know_others(py::object python, uint64_t python_address, py::obj
 
 static constexpr size_t kMemory = (at::MERSENNE_STATE_N + 1) * sizeof(uint32_t);
 
-py::object UnitSeeder::read_others() const {
+py::object ScopeSeeder::read_others() const {
   if (!has_numpy()) return py::none();
   return py::make_tuple(py::bytes(reinterpret_cast<const char*>(python_memory_), kMemory),
                         python_.attr("gauss_next"),
@@ -179,7 +180,7 @@ py::object UnitSeeder::read_others() const {
                         numpy_second_->has_value, numpy_second_->value);
 }
 
-void UnitSeeder::write_others(const py::tuple& states) {
+void ScopeSeeder::write_others(const py::tuple& states) {
   std::memcpy(python_memory_, PyBytes_AsString(states[0].ptr()), kMemory);
   python_.attr("gauss_next") = states[1];
   const SecondNumber second{states[3].cast<int>(), states[4].cast<double>()};

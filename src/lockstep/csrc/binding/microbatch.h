@@ -1,4 +1,4 @@
-// What a step does after each unit and micro-batch of a model, where Python would take as long as
+// What a step does after each scope and micro-batch of a model, where Python would take as long as
 // the arithmetic of a small one.
 #pragma once
 
@@ -16,28 +16,28 @@
 
 namespace lockstep {
 
-// Seeds torch's default generator of the CPU for units, which are mostly called in one order, and
+// Seeds torch's default generator of the CPU for scopes, which are mostly called in one order, and
 // the generators of Python and numpy for micro-batches. All are Mersenne Twisters.
 //
 // A Mersenne Twister begins with 624 words of which each depends on the one before, 1.1 us, and
 // 3.4 us for Python. The words of four in turn take as long as those of one, since a processor
-// computes them at the same time; so the first unit of four prepares the others, also those of the
+// computes them at the same time; so the first scope of four prepares the others, also those of the
 // next micro-batch, and the first micro-batch of four those of the next ones.
-class UnitSeeder {
+class ScopeSeeder {
  public:
-  // `units`: the numbers of the units in the order of their calls. `get_numpy` returns numpy's
+  // `scopes`: the numbers of the scopes in the order of their calls. `get_numpy` returns numpy's
   // generator. `seed_others(seeder, seed)` seeds the generators of numpy and Python by their own
   // functions, if their memory is not known.
-  UnitSeeder(std::vector<int64_t> units, pybind11::function get_numpy,
-             pybind11::function seed_others);
+  ScopeSeeder(std::vector<int64_t> scopes, pybind11::function get_numpy,
+              pybind11::function seed_others);
 
-  // Seeds the generator with the key that begins with `prefix` (int64 values) and ends with `unit`
+  // Seeds the generator with the key that begins with `prefix` (int64 values) and ends with `scope`
   // and, unless it is 0, `call`. Returns the seed.
-  uint64_t seed(std::string_view prefix, int64_t unit, int64_t call);
+  uint64_t seed(std::string_view prefix, int64_t scope, int64_t call);
 
-  // The same for `unit` without a call, and seeds the generators of Python and numpy with the same
+  // The same for `scope` without a call, and seeds the generators of Python and numpy with the same
   // seed (numpy's with its low 32 bits). The last part of the prefix has to be a micro-batch.
-  uint64_t begin(std::string_view prefix, int64_t unit);
+  uint64_t begin(std::string_view prefix, int64_t scope);
 
   // Seeds and restores these generators in memory from now on, numpy's as long as it is this one.
   // Python's memory is a position of 32 bits and 624 words, numpy's 624 words and a position.
@@ -60,14 +60,14 @@ class UnitSeeder {
     double value;
   };
   const at::mt19937& find_engine(std::string_view prefix, size_t number);
-  void seed_python(std::string_view prefix, int64_t unit, uint64_t seed);
-  void prepare_python(std::string_view prefix, int64_t unit);
+  void seed_python(std::string_view prefix, int64_t scope, uint64_t seed);
+  void prepare_python(std::string_view prefix, int64_t scope);
   void seed_numpy(const at::mt19937& engine);
   bool has_numpy() const { return numpy_memory_ && get_numpy_().is(numpy_); }
 
-  const std::vector<int64_t> units_;
+  const std::vector<int64_t> scopes_;
   const pybind11::function get_numpy_, seed_others_;
-  // The engines of the next units, and the prefixes and units of their keys; none after an error.
+  // The engines of the next scopes, and the prefixes and scopes of their keys; none after an error.
   std::vector<std::pair<std::string, int64_t>> keys_;
   std::array<at::mt19937, kTogether> engines_;
   // The words of Python's generator for each of these seeds.

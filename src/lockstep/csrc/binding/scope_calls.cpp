@@ -71,7 +71,7 @@ PyObject* seed_scope(PyObject* parts, PyObject*) {
   const int64_t call =
       (is_loss ? get(calls, last_name) : py::reinterpret_borrow<py::object>(given)).cast<int64_t>();
   const py::bytes prefix = get(calls, prefix_name);
-  auto& seeder = py::handle(PyTuple_GET_ITEM(parts, 0)).cast<UnitSeeder&>();
+  auto& seeder = py::handle(PyTuple_GET_ITEM(parts, 0)).cast<ScopeSeeder&>();
   seeder.seed(static_cast<std::string_view>(prefix), number, call);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -18,7 +18,7 @@ pybind11::object make_module_call(pybind11::object module, pybind11::object befo
 // `call`, and calls `again` for the others; if `call` is None, one that seeds what follows the
 // model with the number of the last call of the first scope.
 //
-// `seeder` is a `UnitSeeder`, and `scopes` has the calls of the micro-batch as `_now`.
+// `seeder` is a `ScopeSeeder`, and `scopes` has the calls of the micro-batch as `_now`.
 pybind11::object make_scope_hook(pybind11::object seeder, pybind11::object scopes,
                                  pybind11::object again, pybind11::object scope,
                                  pybind11::object call);

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from lockstep.tools.bench.measured_collectives import ROOT, partner
 
-__all__ = ["Call", "make_mpi_call", "make_torch_call"]
+__all__ = ["TimedCall", "make_mpi_call", "make_torch_call"]
 
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 
 # torch 2.13 renamed these functions
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,7 +25,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def make_torch_call(
     group: dist.ProcessGroup | None, name: str, send: torch.Tensor, receive: torch.Tensor
-) -> Call:
+) -> TimedCall:
     """Return a call of torch's collective `name` from `send` into `receive`."""
     ranks = dist.get_world_size(group)
     match name:
@@ -55,7 +55,7 @@ def make_torch_call(
     return partial(_call_both, *((sending, receiving) if rank < other else (receiving, sending)))
 
 
-def make_mpi_call(mpi: Any, name: str, send: torch.Tensor, receive: torch.Tensor) -> Call:
+def make_mpi_call(mpi: Any, name: str, send: torch.Tensor, receive: torch.Tensor) -> TimedCall:
     """Return a call of MPI's collective `name`; `mpi` is the module of mpi4py."""
     comm = mpi.COMM_WORLD
     rank = comm.Get_rank()
@@ -99,6 +99,6 @@ def _do_nothing() -> None:
     """Take no part in a round trip: an odd last rank has no partner."""
 
 
-def _call_both(first: Call, second: Call) -> None:
+def _call_both(first: TimedCall, second: TimedCall) -> None:
     first()
     second()

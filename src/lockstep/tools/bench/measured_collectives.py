@@ -18,20 +18,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["COLLECTIVES", "ROOT", "Collective", "Part", "partner"]
+__all__ = ["COLLECTIVES", "ROOT", "BufferPart", "Collective", "partner"]
 
 ROOT = 0
 
 
 @dataclass(frozen=True)
-class Part:
+class BufferPart:
     """The contents of one part of a buffer: written by `rank`, or, if None, the reduction."""
 
     rank: int | None
     part: int = 0
 
 
-Contents = tuple[Part, ...]
+Contents = tuple[BufferPart, ...]
 ContentsOf = Callable[[int, int], Contents]  # (rank, ranks) -> contents of its buffer
 
 
@@ -73,17 +73,17 @@ class Collective:
 
 def own(rank: int, ranks: int) -> Contents:
     """One part, written by the rank itself."""
-    return (Part(rank),)
+    return (BufferPart(rank),)
 
 
 def own_parts(rank: int, ranks: int) -> Contents:
     """One part per rank, all written by the rank itself."""
-    return tuple(Part(rank, part) for part in range(ranks))
+    return tuple(BufferPart(rank, part) for part in range(ranks))
 
 
 def all_parts(rank: int, ranks: int) -> Contents:
     """The parts of all ranks."""
-    return tuple(Part(other) for other in range(ranks))
+    return tuple(BufferPart(other) for other in range(ranks))
 
 
 def at_root(held: ContentsOf) -> ContentsOf:
@@ -100,7 +100,7 @@ def partner(rank: int, ranks: int) -> int | None:
 def partner_part(rank: int, ranks: int) -> Contents:
     """The part of the partner."""
     other = partner(rank, ranks)
-    return () if other is None else (Part(other),)
+    return () if other is None else (BufferPart(other),)
 
 
 def one(ranks: int) -> float:
@@ -116,21 +116,22 @@ def other_ranks(ranks: int) -> float:
 _ALL = (
     Collective(
         "all_reduce", "the sum of all ranks' tensors, on every rank",
-        own, lambda rank, ranks: (Part(None),),
+        own, lambda rank, ranks: (BufferPart(None),),
         lambda ranks: 2 * (ranks - 1) / ranks, is_in_place=True, is_reduction=True,
     ),
     Collective(
         "reduce", "the sum of all ranks' tensors, on the first rank",
-        own, at_root(lambda rank, ranks: (Part(None),)), one, is_in_place=True, is_reduction=True,
+        own, at_root(lambda rank, ranks: (BufferPart(None),)), one,
+        is_in_place=True, is_reduction=True,
     ),
     Collective(
         "reduce_scatter", "the sum of all ranks' tensors, one slice per rank",
-        own_parts, lambda rank, ranks: (Part(None, rank),), other_ranks,
+        own_parts, lambda rank, ranks: (BufferPart(None, rank),), other_ranks,
         is_reduction=True, has_part_per_rank=True,
     ),
     Collective(
         "broadcast", "the first rank's tensor, to every rank",
-        own, lambda rank, ranks: (Part(ROOT),), one, is_in_place=True,
+        own, lambda rank, ranks: (BufferPart(ROOT),), one, is_in_place=True,
     ),
     Collective(
         "all_gather", "every rank's tensor, to every rank",
@@ -142,13 +143,13 @@ _ALL = (
     ),
     Collective(
         "scatter", "slices of the first rank's tensor, one per rank",
-        at_root(own_parts), lambda rank, ranks: (Part(ROOT, rank),), other_ranks,
+        at_root(own_parts), lambda rank, ranks: (BufferPart(ROOT, rank),), other_ranks,
         has_part_per_rank=True,
     ),
     Collective(
         "all_to_all", "a slice from every rank to every rank",
-        own_parts, lambda rank, ranks: tuple(Part(r, rank) for r in range(ranks)), other_ranks,
-        has_part_per_rank=True,
+        own_parts, lambda rank, ranks: tuple(BufferPart(r, rank) for r in range(ranks)),
+        other_ranks, has_part_per_rank=True,
     ),
     Collective(
         "send_recv", "half a round trip between ranks 0 and 1, 2 and 3, ...",

@@ -23,7 +23,7 @@ INK, SOFT, FAINT, PAPER = "#16202e", "#5a6675", "#e4e8ee", "#ffffff"
 COLORS = ("#0b6bb8", "#d1570c", "#157f4d", "#b9509a", "#8a5a00", "#5b4bb3")
 LABELS = 6  # the largest number of ticks on the size axis
 
-Values = Callable[[Measurement], tuple[float, float, float]]
+FindValues = Callable[[Measurement], tuple[float, float, float]]
 
 
 def draw(results: Sequence[Measurement], machine: str, command: str) -> Picture:
@@ -32,7 +32,7 @@ def draw(results: Sequence[Measurement], machine: str, command: str) -> Picture:
     names = dict.fromkeys(one.backend for one in done)
     colors = {name: COLORS[at % len(COLORS)] for at, name in enumerate(names)}
     counts = sorted({one.ranks for one in done})
-    panels: list[tuple[str, list[Measurement], Values, Callable[[float], str]]] = [
+    panels: list[tuple[str, list[Measurement], FindValues, Callable[[float], str]]] = [
         (f"Time per call, {count} ranks", [one for one in done if one.ranks == count], _times,
          lambda time: format_duration(time / 1e6))
         for count in counts
@@ -73,7 +73,7 @@ def _bandwidths(result: Measurement) -> tuple[float, float, float]:
     return work / result.quantile(0.9), result.busbw, work / result.quantile(0.1)
 
 
-def _make_curves(results: Sequence[Measurement], values: Values) -> list[Curve]:
+def _make_curves(results: Sequence[Measurement], values: FindValues) -> list[Curve]:
     """Return one curve per contender, in order of appearance."""
     curves = []
     for name in dict.fromkeys(one.backend for one in results):

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 
 from lockstep.launcher.world import init, shutdown
-from lockstep.tools.bench.measured_calls import Call, make_mpi_call, make_torch_call
+from lockstep.tools.bench.measured_calls import TimedCall, make_mpi_call, make_torch_call
 from lockstep.tools.bench.measured_collectives import COLLECTIVES, Collective
 from lockstep.tools.bench.results import ITEM_BYTES, Measurement
 from lockstep.tools.bench.start_barrier import StartBarrier
 from lockstep.tools.bench.workload import WorkloadBuffers, make_pattern
 
-__all__ = ["Plan", "measure", "rotate"]
+__all__ = ["BenchPlan", "measure", "rotate"]
 
 BLOCK_SECONDS = 6e-3  # target duration of a block
 MAX_BLOCK_CALLS = 100  # per block
@@ -42,7 +42,7 @@ MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What the ranks measure.
 
     Attributes:
@@ -72,7 +72,7 @@ class Contender:
 
     name: str
     library: str
-    make_call: Callable[[str, torch.Tensor, torch.Tensor], Call]
+    make_call: Callable[[str, torch.Tensor, torch.Tensor], TimedCall]
     is_shared: bool = False
     times: list[float] = field(default_factory=list)
     rounds: int = 0
@@ -86,7 +86,7 @@ class Contender:
         return bool(self.error) or (enough and (sum(self.times) >= seconds or made >= MAX_CALLS))
 
 
-def measure(plan: Plan) -> list[Measurement]:
+def measure(plan: BenchPlan) -> list[Measurement]:
     """Join the other ranks, and return the measurement of each contender at each size."""
     world = init(backend=plan.backends[0], timeout=plan.timeout, device="cpu")
     start_barrier = StartBarrier(plan.barrier, world.rank, world.world_size, plan.timeout)
@@ -113,7 +113,7 @@ def measure(plan: Plan) -> list[Measurement]:
         shutdown()
 
 
-def _make_contenders(plan: Plan) -> Iterator[Contender]:
+def _make_contenders(plan: BenchPlan) -> Iterator[Contender]:
     """Yield the contenders; the first backend has the default group."""
     library = f"torch {torch.__version__}"
     for name in plan.backends:
@@ -168,7 +168,11 @@ def _measure_size(
 
 
 def _run_block(
-    one: Contender, buffers: WorkloadBuffers, call: Call, start_barrier: StartBarrier, calls: int
+    one: Contender,
+    buffers: WorkloadBuffers,
+    call: TimedCall,
+    start_barrier: StartBarrier,
+    calls: int,
 ) -> list[float]:
     """Run a block of calls; return the seconds of each, on its slowest rank."""
     times, wrong = buffers.time_block(call, calls, start_barrier.wait)
@@ -200,7 +204,7 @@ def main() -> None:
     from mpi4py import MPI
 
     text, path = sys.argv[1:]
-    plan = Plan(**json.loads(text))
+    plan = BenchPlan(**json.loads(text))
     comm = MPI.COMM_WORLD
     if comm.Get_size() != plan.ranks:
         sys.exit(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lockstep.tools.bench.measured_collectives import Collective, Part
+from lockstep.tools.bench.measured_collectives import BufferPart, Collective
 
 __all__ = ["PERIOD", "WorkloadBuffers", "make_pattern"]
 
@@ -75,14 +75,16 @@ class WorkloadBuffers:
         for part, view in self._parts(self._after, self.receive):
             expected = self._pattern + _number(part, variant)
             if part.rank is None:
-                others = (_number(Part(rank, part.part), variant) for rank in range(self._ranks))
+                others = (
+                    _number(BufferPart(rank, part.part), variant) for rank in range(self._ranks)
+                )
                 expected = self._pattern * self._ranks + sum(others)
             wrong += int((view != expected).sum())
         return wrong
 
     def _parts(
-        self, contents: tuple[Part, ...], buffer: torch.Tensor
-    ) -> Iterator[tuple[Part, torch.Tensor]]:
+        self, contents: tuple[BufferPart, ...], buffer: torch.Tensor
+    ) -> Iterator[tuple[BufferPart, torch.Tensor]]:
         count = len(self._pattern)
         for number, part in enumerate(contents):
             yield part, buffer[number * count : (number + 1) * count]
@@ -120,6 +122,6 @@ def _make_buffer(count: int, is_shared: bool) -> torch.Tensor:
     return tensor.zero_()
 
 
-def _number(part: Part, variant: int) -> int:
+def _number(part: BufferPart, variant: int) -> int:
     """Return the number that is added to the pattern of a part."""
     return (part.rank or 0) * 5 + part.part * 11 + variant * 3

@@ -19,7 +19,7 @@ from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.tools.check.layouts import Layout
-from lockstep.training.trainer_hooks import ObservedTrainer, SessionComplete
+from lockstep.training.session import ObservedTrainer, SessionComplete
 
 __all__ = ["CheckSession", "choose_options"]
 

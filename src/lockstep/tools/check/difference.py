@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from lockstep.model.fingerprint import Call, Checksums, StepFingerprint, TrainerFingerprint
+from lockstep.model.fingerprint import Checksums, ModuleCall, StepFingerprint, TrainerFingerprint
 
 __all__ = [
     "LayoutDifference",
@@ -202,16 +202,18 @@ def _forward(
     return None
 
 
-def _calls(steps: Iterable[StepFingerprint]) -> dict[int, list[Call]]:
+def _calls(steps: Iterable[StepFingerprint]) -> dict[int, list[ModuleCall]]:
     """Return the calls of each micro-batch, in the order of the stages."""
     parts = sorted((key, calls) for step in steps for key, calls in step.calls.items())
-    by_microbatch: dict[int, list[Call]] = {}
+    by_microbatch: dict[int, list[ModuleCall]] = {}
     for (microbatch, _), calls in parts:
         by_microbatch.setdefault(microbatch, []).extend(calls)
     return by_microbatch
 
 
-def _call_difference(reference: Iterable[Call], other: Iterable[Call]) -> tuple[str, str] | None:
+def _call_difference(
+    reference: Iterable[ModuleCall], other: Iterable[ModuleCall]
+) -> tuple[str, str] | None:
     """Return the module that causes the first difference, and the kind of value that differs.
 
     If the inputs of a call are the first values that differ, the enclosing module computed them
@@ -235,7 +237,7 @@ def _call_difference(reference: Iterable[Call], other: Iterable[Call]) -> tuple[
     return None
 
 
-def _numbered(calls: Iterable[Call]) -> Iterator[tuple[tuple[str, str, int], Checksums]]:
+def _numbered(calls: Iterable[ModuleCall]) -> Iterator[tuple[tuple[str, str, int], Checksums]]:
     """Yield each call with its number among the calls of the same kind and module."""
     counts: Counter[tuple[str, str]] = Counter()
     for kind, module, values in calls:

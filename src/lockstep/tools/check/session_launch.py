@@ -21,7 +21,7 @@ from lockstep.kernel.errors import RankError
 from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.signals import exiting_on_sigterm
-from lockstep.training.trainer_hooks import SessionComplete, open_session
+from lockstep.training.session import SessionComplete, open_session
 
 __all__ = ["SessionRun", "launch_session", "run_script"]
 

@@ -12,7 +12,7 @@ import click
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import escape_control, log
-from lockstep.tools.commands.options import find_run, json_option, printing_text, runs_option
+from lockstep.tools.commands.options import json_option, printing_text, resolve_run, runs_option
 
 if TYPE_CHECKING:
     from lockstep.tools.replay.record_audit import RecordAudit
@@ -47,7 +47,7 @@ def command(run: str, steps: str | None, folder: str, as_json: bool) -> None:
     from lockstep.tools.replay.record_audit import audit_record
     from lockstep.tools.replay.recorded_run import read_recorded_run
 
-    recorded = read_recorded_run(find_run(run, folder), run)
+    recorded = read_recorded_run(resolve_run(run, folder), run)
     for remark in recorded.run.remarks:
         log(remark)
     first, last = _choose_steps(recorded, steps)

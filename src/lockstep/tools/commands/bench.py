@@ -27,10 +27,10 @@ from lockstep.tools.bench.measured_collectives import COLLECTIVES, Collective
 from lockstep.tools.commands.options import parse_rank_counts
 
 if TYPE_CHECKING:
-    from lockstep.tools.bench.ranks import Plan
+    from lockstep.tools.bench.ranks import BenchPlan
     from lockstep.tools.bench.results import Measurement
 
-__all__ = ["RANKS_HELP", "command", "command_line", "describe_machine"]
+__all__ = ["RANKS_HELP", "command", "describe_command", "describe_machine"]
 
 RANKS_HELP = "Numbers of ranks, measured one after another: 2 or 2,4."
 SIZES = "4,16,64,256,1K,4K,16K,64K,256K,1M,4M,16M,64M"
@@ -49,7 +49,7 @@ def make_command(collective: Collective) -> click.Command:
     """Return the command that measures a collective."""
 
     def measure(**flags: Any) -> None:
-        run(collective, flags)
+        run_bench(collective, flags)
 
     text = f"""Measure {collective.name}: {collective.description}.
 
@@ -94,28 +94,28 @@ def make_command(collective: Collective) -> click.Command:
     )  # fmt: skip
 
 
-def run(collective: Collective, flags: dict[str, Any]) -> None:
+def run_bench(collective: Collective, flags: dict[str, Any]) -> None:
     """Measure with each number of ranks; print and write the results."""
     counts = parse_rank_counts("-n", flags["nprocs"])
     sizes = [0] if collective.name == "barrier" else parse_sizes(flags["sizes"])
     validate(flags)
     others = [name for name in flags["vs"].split(",") if name]
-    names = list(dict.fromkeys([flags["backend"] or default_backend(), *others]))
+    names = list(dict.fromkeys([flags["backend"] or find_reference_backend(), *others]))
     if names[0] == "mpi":
         raise UsageError("--backend mpi: MPI is only compared with; write --vs mpi")
-    check_memory(max(sizes), max(counts), len(names))
+    require_memory(max(sizes), max(counts), len(names))
     from lockstep.tools.bench import results as tables
-    from lockstep.tools.bench.ranks import Plan
+    from lockstep.tools.bench.ranks import BenchPlan
     from lockstep.tools.report.terminal import print_sentences, print_table
 
     machine = describe_machine()
-    typed = command_line()
+    typed = describe_command()
     click.echo(f"# {machine}\n# {typed}")
     everything: list[Measurement] = []
     records: list[dict[str, Any]] = []
     for count in counts:
         with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
-            plan = Plan(
+            plan = BenchPlan(
                 collective.name, count, names, sizes, flags["seconds"], flags["bind"],
                 f"{folder}/start-barrier", WAIT_TIMEOUT,
             )  # fmt: skip
@@ -140,7 +140,7 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
     check_results(everything)
 
 
-def measure_on_ranks(plan: Plan, folder: str) -> list[Measurement]:
+def measure_on_ranks(plan: BenchPlan, folder: str) -> list[Measurement]:
     """Start the ranks, by mpiexec if MPI is measured; return the results of rank 0."""
     from lockstep.launcher.launch import launch
     from lockstep.tools.bench.ranks import measure
@@ -197,7 +197,7 @@ def check_results(everything: list[Measurement]) -> None:
         raise WorkError(f"nothing could be measured: {everything[0].error}")
 
 
-def default_backend() -> str:
+def find_reference_backend() -> str:
     """Return the default backend for CPU tensors, with a note if `lockstep` is unavailable."""
     from lockstep.comm.backend import reason_unavailable
     from lockstep.launcher.world import cpu_backend
@@ -222,7 +222,7 @@ def validate(flags: dict[str, Any]) -> None:
             raise UsageError(f"{file} cannot be written: no such folder: {file.parent}")
 
 
-def check_memory(size: int, ranks: int, backends: int) -> None:
+def require_memory(size: int, ranks: int, backends: int) -> None:
     """Raise UsageError if the buffers of all ranks do not fit into memory."""
     import psutil
 
@@ -247,7 +247,7 @@ def describe_machine() -> str:
     return f"{processor_name()}, {cores}, load {load:.1f} at the start"
 
 
-def command_line() -> str:
+def describe_command() -> str:
     """Return the command as it was typed, without paths of files."""
     kept: list[str] = []
     given = iter(sys.argv[1:])

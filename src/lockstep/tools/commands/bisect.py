@@ -10,7 +10,7 @@ import click
 
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import escape_control, log
-from lockstep.tools.commands.options import find_run, json_option, printing_text, runs_option
+from lockstep.tools.commands.options import json_option, printing_text, resolve_run, runs_option
 
 if TYPE_CHECKING:
     from lockstep.tools.replay.bisection import Bisection
@@ -39,7 +39,7 @@ def command(
 
     Exit status: 0 no difference, 1 a difference was found, 2 usage error.
     """
-    places = [find_run(run, folder) for run in runs]
+    places = [resolve_run(run, folder) for run in runs]
     if len(places) != 2:
         raise UsageError(
             f"bisect compares two runs, and {len(places)} were given: lockstep bisect A B"
@@ -51,11 +51,11 @@ def command(
     a, b = map(read_recorded_run, places, runs)
     bisection = bisect_runs(a, b, log)
     with printing_text(as_json, partial(bisection_json, bisection)):
-        print_text(bisection)
+        print_bisection(bisection)
     sys.exit(0 if bisection.equal else 1)
 
 
-def print_text(bisection: Bisection) -> None:
+def print_bisection(bisection: Bisection) -> None:
     """Print the result on the terminal."""
     from lockstep.tools.replay.bisection_report import (
         describe_divergence,

@@ -67,7 +67,7 @@ def command(
 
     if nprocs < 2:
         raise UsageError("-n 1: no rank is left when the only one is killed; use -n 2 or more")
-    config = make_config(target, arguments, nprocs, runs)
+    config = make_elastic_config(target, arguments, nprocs, runs)
     log(f"training {target} undisturbed on {nprocs} ranks")
     baseline = train_undisturbed(_name_run(config, "undisturbed"))
     log(
@@ -76,11 +76,13 @@ def command(
     )
     result = disturb(_name_run(config, "chaos"), baseline, kills, seed, log)
     with printing_text(as_json, result.plain):
-        print_result(result)
+        print_kills(result)
     sys.exit(0 if result.is_passed else 1)
 
 
-def make_config(target: str, arguments: tuple[str, ...], nprocs: int, runs: str) -> LaunchConfig:
+def make_elastic_config(
+    target: str, arguments: tuple[str, ...], nprocs: int, runs: str
+) -> LaunchConfig:
     """Return the settings that launch a target as an elastic run, with its output in the logs.
 
     Raises:
@@ -115,7 +117,7 @@ def _name_run(config: LaunchConfig, which: str) -> LaunchConfig:
     return dataclasses.replace(config, name=name_run(f"{config.name}-{which}"))
 
 
-def print_result(result: ChaosResult) -> None:
+def print_kills(result: ChaosResult) -> None:
     """Print a table of the kills and their cost, and the verdict."""
     from lockstep.tools.report.terminal import print_sentences, print_table
 

@@ -162,12 +162,12 @@ def _explain(comparison: LayoutComparison, script: str, steps: int) -> list[str]
     lines = [f"{one.run.name}: {one.word}: {text}" for text, one in failures.items()]
     trainers = len(reference.ranks[0].trainers)
     if (first := comparison.first) is not None and first.difference is not None:
-        lines.append(f"{first.run.name}: {describe_difference(first.difference, trainers)}.")
+        lines.append(f"{first.run.name}: {describe_layout_difference(first.difference, trainers)}.")
         if comparison.unstable is not None:
             lines.append(
                 f"Two runs of {reference.name} differ as well: "
-                f"{describe_difference(comparison.unstable, trainers)}. So the script itself is "
-                f"not reproducible. {ADVICE[comparison.unstable.what]}"
+                f"{describe_layout_difference(comparison.unstable, trainers)}. So the script "
+                f"itself is not reproducible. {ADVICE[comparison.unstable.what]}"
             )
         else:
             lines.append(ADVICE[first.difference.what])
@@ -184,7 +184,7 @@ def _explain(comparison: LayoutComparison, script: str, steps: int) -> list[str]
     return lines
 
 
-def describe_difference(difference: LayoutDifference, trainers: int = 1) -> str:
+def describe_layout_difference(difference: LayoutDifference, trainers: int = 1) -> str:
     """Return the location and kind of a difference, without a full stop.
 
     Args:

@@ -9,7 +9,7 @@ import click
 
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import escape_control
-from lockstep.tools.commands.options import find_run, json_option, printing_text, runs_option
+from lockstep.tools.commands.options import json_option, printing_text, resolve_run, runs_option
 
 if TYPE_CHECKING:
     from lockstep.tools.report.run_comparison import RunComparison
@@ -37,7 +37,7 @@ def command(
     from lockstep.record.reader import read_run
     from lockstep.tools.report.run_comparison import compare_runs, comparison_json
 
-    result = compare_runs([read_run(find_run(run, folder)) for run in runs])
+    result = compare_runs([read_run(resolve_run(run, folder)) for run in runs])
     with printing_text(as_json, partial(comparison_json, result)):
         print_text(result)
 

@@ -17,10 +17,10 @@ from lockstep.kernel.errors import UsageError
 
 __all__ = [
     "PASSING_ARGUMENTS",
-    "find_run",
     "json_option",
     "parse_rank_counts",
     "printing_text",
+    "resolve_run",
     "runs_option",
     "timeout_option",
 ]
@@ -68,7 +68,7 @@ def parse_rank_counts(option: str, text: str) -> list[int]:
     return list(map(int, words))
 
 
-def find_run(run: str, folder: str) -> Path:
+def resolve_run(run: str, folder: str) -> Path:
     """Return the folder or file of a run, given its path or name."""
     from lockstep.launcher.run_folder import find_candidates
 

@@ -11,7 +11,7 @@ import click
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import escape_control, log
-from lockstep.tools.commands.options import find_run, json_option, printing_text, runs_option
+from lockstep.tools.commands.options import json_option, printing_text, resolve_run, runs_option
 
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
@@ -74,7 +74,7 @@ def command(
 
     if debug and (microbatch is None or nprocs > 1):
         raise UsageError("--pdb shows one micro-batch on one rank: add --microbatch M, omit -n")
-    recording = read_run(find_run(run, folder))
+    recording = read_run(resolve_run(run, folder))
     for remark in recording.remarks:
         log(remark)
     steps = {obstacle.step: obstacle for obstacle in read_step_fingerprints(recording.folder)}

@@ -10,7 +10,7 @@ import click
 from lockstep.files import make_folder, open_for_write, replace_file
 from lockstep.kernel.errors import FileError
 from lockstep.messages import escape_control, log
-from lockstep.tools.commands.options import find_run, runs_option
+from lockstep.tools.commands.options import resolve_run, runs_option
 
 __all__ = ["command"]
 
@@ -31,7 +31,7 @@ def command(run: str, folder: str, output: str | None, opened: bool) -> None:
     from lockstep.record.reader import read_run
     from lockstep.tools.report.run_report import report_html
 
-    recording = read_run(find_run(run, folder))
+    recording = read_run(resolve_run(run, folder))
     for remark in recording.remarks:
         log(remark)
     path = save(report_html(recording).encode(), output, recording.folder / "report.html")

@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from lockstep.comm.transport.secret import SECRET_FILE
-from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.environment import RankInfo, read_rank_info
 from lockstep.launcher.hang_monitor import HangPolicy
@@ -208,8 +207,11 @@ def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> N
     if _is_portable(options):
         os.environ.update(find_of_launch(os.environ))
     config = make_config(script, arguments, options)
-    launch = launch_elastic if config.is_elastic else launch_script
-    sys.exit(launch(config, exits=True))
+    if config.is_elastic:
+        from lockstep.elastic.elastic_launch import launch_elastic  # other runs do not need it
+
+        sys.exit(launch_elastic(config, exits=True))
+    sys.exit(launch_script(config, exits=True))
 
 
 def recall_command(options: dict[str, Any]) -> tuple[str, tuple[str, ...]]:

@@ -82,13 +82,13 @@ def list_runs(folder: Path) -> list[ListedRun]:
     """Return the runs in `folder`, the oldest first."""
     from lockstep.launcher.run_folder import RECORD_FILE, is_link_to_sibling
     from lockstep.record.reader import read_run
-    from lockstep.tools.report.summary import summarize
+    from lockstep.tools.report.summary import summarize_run
 
     runs = []
     for run_folder in folder.iterdir():
         if (run_folder / RECORD_FILE).exists() and not is_link_to_sibling(run_folder):
             try:
-                runs.append(ListedRun(run_folder.name, summarize(read_run(run_folder))))
+                runs.append(ListedRun(run_folder.name, summarize_run(read_run(run_folder))))
             except LockstepError as error:
                 runs.append(ListedRun(run_folder.name, None, str(error)))
     return sorted(runs, key=lambda run: (run.summary.started if run.summary else "", run.name))

@@ -30,10 +30,10 @@ from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
 from lockstep.training.optimizer_checks import require_elementwise
+from lockstep.training.session import ObservedTrainer, SessionComplete
 from lockstep.training.sharded_step import require_shardable
-from lockstep.training.trainer_hooks import ObservedTrainer, SessionComplete
 
-__all__ = ["MemorySession", "count_bytes", "measuring_outputs", "read_process"]
+__all__ = ["MemorySession", "count_parameter_bytes", "measuring_outputs", "read_process"]
 
 STEPS = 3
 """The steps until the memory of a process stays the same: the first one makes the optimizer's
@@ -131,8 +131,8 @@ class MeasuredTrainer:
         self._steps = 0
         self._live = LiveTensors()
         self._live.ignore(named_tensors(trainer.module).values())
-        self._parameters = count_bytes(trainer.module)
-        self._gradients = count_bytes(trainer.module, only_trainable=True)
+        self._parameters = count_parameter_bytes(trainer.module)
+        self._gradients = count_parameter_bytes(trainer.module, only_trainable=True)
         self._process, self._shared = read_process(self._parameters)
         self._peak = PeakMemory()
 
@@ -172,14 +172,14 @@ class MeasuredTrainer:
                 shared=self._shared,
                 leaves=leaves,
                 refusals=self._session.find_refusals(self._trainer.module),
-                blocks=tuple(map(count_bytes, self._blocks)),
+                blocks=tuple(map(count_parameter_bytes, self._blocks)),
                 outputs=tuple(self._outputs),
                 is_exact=self._trainer.is_exact,
             )
         )
 
 
-def count_bytes(module: nn.Module, *, only_trainable: bool = False) -> int:
+def count_parameter_bytes(module: nn.Module, *, only_trainable: bool = False) -> int:
     """Return the bytes of the parameters of a module."""
     return sum(p.nbytes for p in module.parameters() if p.requires_grad or not only_trainable)
 

@@ -31,7 +31,7 @@ from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
 from lockstep.tools.plan.memory_session import (
     MemorySession,
-    count_bytes,
+    count_parameter_bytes,
     measuring_outputs,
     read_process,
 )
@@ -96,9 +96,9 @@ class MetaTrainer:
     @property
     def least_bytes(self) -> int:
         """The bytes of the parameters, and of the gradients of a step on one rank."""
-        gradients = count_bytes(self._model, only_trainable=True)
+        gradients = count_parameter_bytes(self._model, only_trainable=True)
         lists = count_sums(range(self._microbatches), self._microbatches)
-        return count_bytes(self._model) + lists * gradients
+        return count_parameter_bytes(self._model) + lists * gradients
 
     def batches(
         self, dataset: Any, batch_size: int | None = None, *, collate_fn: Any = None, **options: Any
@@ -115,7 +115,7 @@ class MetaTrainer:
         process, shared = read_process(0)
         optimizer = self._measure_state()
         refusals = self._session.find_refusals(self._model)
-        gradients = count_bytes(self._model, only_trainable=True)
+        gradients = count_parameter_bytes(self._model, only_trainable=True)
         outputs = [0] * len(self._blocks)
         live = LiveTensors()
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -129,7 +129,7 @@ class MetaTrainer:
                 loss.backward()
         self._session.end(
             TrainingMemory(
-                parameters=count_bytes(self._model),
+                parameters=count_parameter_bytes(self._model),
                 gradients=gradients,
                 optimizer=optimizer,
                 activations=max(live.peak - gradients, 0),
@@ -138,7 +138,7 @@ class MetaTrainer:
                 shared=shared,
                 leaves=split.leaves,
                 refusals=refusals,
-                blocks=tuple(map(count_bytes, self._blocks)),
+                blocks=tuple(map(count_parameter_bytes, self._blocks)),
                 outputs=tuple(outputs),
                 is_computed=True,
             )

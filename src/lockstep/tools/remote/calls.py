@@ -18,9 +18,9 @@ from lockstep.launcher.failure_attribution import (
 )
 from lockstep.tools.remote.serialization import serialize
 
-__all__ = ["SETTLE", "Calls", "Future", "gather", "make_error", "make_lost_outcome"]
+__all__ = ["SETTLE", "Calls", "Future", "await_results", "make_error", "make_lost_outcome"]
 
-Message = dict[str, Any]
+RemoteMessage = dict[str, Any]
 T = TypeVar("T")
 
 SETTLE = 2.0  # seconds to wait for the cause of a lost connection
@@ -96,7 +96,7 @@ class Future(Generic[T]):
         self._settled.set()
 
 
-def gather(futures: Sequence[Future[Any]], wait: Wait) -> list[Any]:
+def await_results(futures: Sequence[Future[Any]], wait: Wait) -> list[Any]:
     """Return every future's value; when one fails, raise the error that is the cause."""
 
     def failures() -> list[Outcome]:
@@ -137,7 +137,7 @@ class Calls:
 
     def __init__(
         self,
-        post: Callable[[int, Message], None],
+        post: Callable[[int, RemoteMessage], None],
         wait: Wait,
         watch: Callable[[int, Sequence[Future[Any]]], None],
     ) -> None:
@@ -173,7 +173,7 @@ class Calls:
             raise UsageError(
                 f"{what} and its arguments cannot be sent to rank {ranks[0]}: {error}"
             ) from error
-        message: Message = {"kind": "call", "number": next(self._numbers), "payload": payload}
+        message: RemoteMessage = {"kind": "call", "number": next(self._numbers), "payload": payload}
         message["is_shared"] = len(ranks) > 1
         futures: list[Future[Any]] = []
         try:
@@ -184,7 +184,7 @@ class Calls:
                 self._watch(message["number"], futures)
         return futures
 
-    def on_answer(self, rank: int, message: Message) -> None:
+    def on_answer(self, rank: int, message: RemoteMessage) -> None:
         """Process an answer of `rank`; answers to calls to other ranks are ignored."""
         future = self._pending.pop((rank, message["number"]), None)
         if future is None:
@@ -214,7 +214,7 @@ class Calls:
         """Return the futures of calls that have not returned yet."""
         return list(self._pending.values())
 
-    def _start(self, rank: int, what: str, message: Message) -> Future[Any]:
+    def _start(self, rank: int, what: str, message: RemoteMessage) -> Future[Any]:
         future: Future[Any] = Future(rank, what, self._wait)
         self._pending[rank, message["number"]] = future
         try:

@@ -20,7 +20,7 @@ from typing import Any
 from lockstep.comm.transport.message_connection import MessageConnection, connect_to
 from lockstep.comm.transport.secret import KEY_SOURCE
 
-__all__ = ["MAX_PAYLOAD", "PURPOSE", "Connection", "Message", "connect_to_driver"]
+__all__ = ["MAX_PAYLOAD", "PURPOSE", "Connection", "RemoteMessage", "connect_to_driver"]
 
 PURPOSE = "driver"
 MAX_PAYLOAD = 1 << 40  # bytes
@@ -28,7 +28,7 @@ HEARTBEAT = {"kind": "heartbeat"}
 HEARTBEAT_INTERVAL = 1.0  # seconds
 CLOSE_TIMEOUT = 5.0  # seconds for messages that were posted before `close`
 
-Message = dict[str, Any]
+RemoteMessage = dict[str, Any]
 
 
 def connect_to_driver(address: str, port: int, key: bytes, timeout: float) -> MessageConnection:
@@ -59,14 +59,14 @@ class Connection:
         self,
         connection: MessageConnection,
         silence: float,
-        on_message: Callable[[Connection, Message], None],
+        on_message: Callable[[Connection, RemoteMessage], None],
         on_lost: Callable[[Connection, str], None],
     ) -> None:
         self._connection = connection
         self._silence = silence
         self._on_message = on_message
         self._on_lost = on_lost
-        self._posted: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[RemoteMessage | None] = queue.SimpleQueue()
         self._is_closed = False
         self._threads = [
             threading.Thread(target=target, name=f"lockstep {target.__name__}", daemon=True)
@@ -84,7 +84,7 @@ class Connection:
             thread.start()
         return self
 
-    def post(self, message: Message) -> None:
+    def post(self, message: RemoteMessage) -> None:
         """Queue a message to be sent; safe on any thread and in a destructor."""
         self._posted.put(message)
 

@@ -24,7 +24,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.listening_socket import LOOPBACK, parse_endpoint
 from lockstep.launcher.target import check_working_directory
-from lockstep.model.deferred_init import Blocks
+from lockstep.model.deferred_init import BlocksLike
 from lockstep.tools.remote.calls import Future
 from lockstep.tools.remote.trainer_proxy import TrainerProxy
 from lockstep.tools.remote.worker_pool import WorkerPool
@@ -162,7 +162,7 @@ class Driver:
 
     def trainer(
         self,
-        blocks: Blocks,
+        blocks: BlocksLike,
         loss: Callable[..., Any] | None,
         optimizer: OptimizerFactory | OptimizerConfig | Sequence[OptimizerConfig],
         *,
@@ -175,8 +175,8 @@ class Driver:
         Args:
             blocks: A list of callables that return a module, or of modules on the meta
                 device: the blocks of an `nn.Sequential`. The workers materialize them with
-                weights that depend on `seed` only (`lockstep.build`). Or one callable or
-                module, for the whole model.
+                weights that depend on `seed` only (`lockstep.model.deferred_init.build`). Or
+                one callable or module, for the whole model.
             loss: As for `lockstep.Trainer`.
             optimizer: As for `lockstep.Trainer`.
             microbatches: As for `lockstep.Trainer`.

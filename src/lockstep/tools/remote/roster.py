@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.launcher.environment import RankEnvironment
-from lockstep.tools.remote.connection import Connection, Message
+from lockstep.tools.remote.connection import Connection, RemoteMessage
 
 __all__ = ["Roster", "WorkerHandle"]
 
@@ -90,7 +90,7 @@ class Roster:
         self._expected = {(self.hosts[0], index) for index in range(nprocs)}
         self._lock = threading.Lock()
 
-    def add_worker(self, connection: Connection, hello: Message) -> str:
+    def add_worker(self, connection: Connection, hello: RemoteMessage) -> str:
         """Add a worker; return why it is refused, or an empty string."""
         host = hello["host"]
         index = hello["index"]

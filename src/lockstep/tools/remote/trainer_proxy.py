@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher.world import rank, world
-from lockstep.model.deferred_init import Blocks, materialize_block
+from lockstep.model.deferred_init import BlocksLike, materialize_block
 from lockstep.model.evaluation import Evaluation
 from lockstep.tools.remote.serialization import serialize
 from lockstep.tools.remote.worker_pool import WorkerPool
@@ -34,7 +34,7 @@ class TrainerProxy:
     """Trainers on all workers of a driver, used like a single trainer; made by `Driver.trainer`."""
 
     def __init__(
-        self, pool: WorkerPool, blocks: Blocks, seed: int, arguments: Mapping[str, Any]
+        self, pool: WorkerPool, blocks: BlocksLike, seed: int, arguments: Mapping[str, Any]
     ) -> None:
         if arguments.get("checkpoint") is not None:
             raise UsageError(
@@ -180,7 +180,7 @@ class TrainerActor:
     """One worker's trainer, with the methods that its driver calls."""
 
     def __init__(
-        self, blocks: Blocks, seed: int, arguments: dict[str, Any], has_display: bool
+        self, blocks: BlocksLike, seed: int, arguments: dict[str, Any], has_display: bool
     ) -> None:
         given = arguments.pop("callbacks", ())
         callbacks = list(given) if isinstance(given, (list, tuple)) else [given]

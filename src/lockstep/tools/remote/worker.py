@@ -28,7 +28,7 @@ from types import TracebackType
 from lockstep.kernel.errors import LockstepError, RendezvousError, UsageError
 from lockstep.launcher.rank_process import describe_error
 from lockstep.launcher.world import init
-from lockstep.tools.remote.connection import Connection, Message, connect_to_driver
+from lockstep.tools.remote.connection import Connection, RemoteMessage, connect_to_driver
 from lockstep.tools.remote.serialization import serialize
 
 __all__ = ["run_worker"]
@@ -38,7 +38,7 @@ REMOTE = os.path.dirname(os.path.abspath(__file__))
 Task = Callable[[], None]
 
 
-def run_worker(address: str, port: int, key: bytes, silence: float, hello: Message) -> None:
+def run_worker(address: str, port: int, key: bytes, silence: float, hello: RemoteMessage) -> None:
     """Serve the driver at `address`:`port` until it ends this worker, or is lost.
 
     Args:
@@ -67,7 +67,7 @@ class WorkerServer:
         opened = connect_to_driver(address, port, key, silence)
         self._driver = Connection(opened, silence, self._on_message, self._on_lost)
 
-    def serve(self, hello: Message) -> None:
+    def serve(self, hello: RemoteMessage) -> None:
         """Run tasks until the driver ends this worker, or is lost; send the last answers."""
         try:
             self._driver.start().post(hello)
@@ -87,7 +87,7 @@ class WorkerServer:
     def _on_lost(self, connection: Connection, reason: str) -> None:
         self._end(RendezvousError(f"{self._name} {reason}, so its workers were ended"))
 
-    def _on_message(self, connection: Connection, message: Message) -> None:
+    def _on_message(self, connection: Connection, message: RemoteMessage) -> None:
         match message["kind"]:
             case "continue":
                 self._continued.put(message["number"])
@@ -102,19 +102,22 @@ class WorkerServer:
 
     # --- on the main thread ---------------------------------------------------------------
 
-    def _join(self, message: Message) -> None:
+    def _join(self, message: RemoteMessage) -> None:
         os.environ.update(message["variables"])
-        answer: Message = {"kind": "joined"}
+        answer: RemoteMessage = {"kind": "joined"}
         try:
             init(**message["world"])
         except Exception as error:  # the driver waits for an answer, so report any error
             answer["report"] = describe_error(error)
         self._driver.post(answer)
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: RemoteMessage) -> None:
         try:
             function, args, options = pickle.loads(message["payload"])
-            answer: Message = {"kind": "value", "payload": serialize(function(*args, **options))}
+            answer: RemoteMessage = {
+                "kind": "value",
+                "payload": serialize(function(*args, **options)),
+            }
         except BaseException as error:  # the driver waits for an answer, so report any error
             error.__traceback__ = _drop_remote_frames(error.__traceback__)
             report = describe_error(error)

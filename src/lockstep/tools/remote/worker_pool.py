@@ -27,8 +27,8 @@ from lockstep.comm.transport.message_connection import MessageConnection
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rank_stores import choose_port
-from lockstep.tools.remote.calls import SETTLE, Calls, Future, gather, make_lost_outcome
-from lockstep.tools.remote.connection import MAX_PAYLOAD, PURPOSE, Connection, Message
+from lockstep.tools.remote.calls import SETTLE, Calls, Future, await_results, make_lost_outcome
+from lockstep.tools.remote.connection import MAX_PAYLOAD, PURPOSE, Connection, RemoteMessage
 from lockstep.tools.remote.hang_recovery import HangRecovery
 from lockstep.tools.remote.host_workers import HostWorkers
 from lockstep.tools.remote.output_forwarder import OutputForwarder, has_display
@@ -69,7 +69,7 @@ class WorkerPool:
         self.workers: list[WorkerHandle] = []  # in rank order, once all have connected
         self._roster = Roster(nprocs, remote)
         self._silence = silence
-        self._answers: deque[tuple[int, Message]] = deque()
+        self._answers: deque[tuple[int, RemoteMessage]] = deque()
         self._owner = os.getpid()
         self._is_closing = False
         listening = _listen(address, port)
@@ -153,7 +153,7 @@ class WorkerPool:
     def gather_values(self, futures: Sequence[Future[Any]]) -> list[Any]:
         """Return the values of a call on all workers; raise the error that is the cause."""
         try:
-            return gather(futures, self.output.wait)
+            return await_results(futures, self.output.wait)
         except LockstepError as error:
             self.recovery.explain(error)
             raise
@@ -169,7 +169,7 @@ class WorkerPool:
         if self.recovery.world_error:
             raise RankError(self.recovery.world_error)
 
-    def post(self, rank: int, message: Message) -> None:
+    def post(self, rank: int, message: RemoteMessage) -> None:
         """Send a message to a worker; raise RankError if the worker is lost."""
         worker = self.find_worker(rank)
         if worker.lost:
@@ -178,7 +178,7 @@ class WorkerPool:
             raise error
         worker.connection.post(message)
 
-    def post_to_all(self, message: Message) -> None:
+    def post_to_all(self, message: RemoteMessage) -> None:
         """Send a message to all workers that are left; called by finalizers, so it never waits."""
         if not self._is_closing and os.getpid() == self._owner:
             for worker in self.workers:
@@ -203,7 +203,7 @@ class WorkerPool:
         self.output.put("stderr", f"lockstep: {line}\n")
         self._local.wake()
 
-    def _on_message(self, connection: Connection, message: Message) -> None:
+    def _on_message(self, connection: Connection, message: RemoteMessage) -> None:
         if message["kind"] == "hello":
             if reason := self._roster.add_worker(connection, message):
                 connection.post({"kind": "refused", "reason": reason})

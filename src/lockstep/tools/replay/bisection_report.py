@@ -49,7 +49,7 @@ def describe_divergence(result: Bisection) -> str:
     divergence = result.divergence
     if divergence is None:
         return f"{a} and {b} agree in everything that both recorded."
-    where = describe_location(divergence, result.model)
+    where = describe_divergence_place(divergence, result.model)
     sentence = divergence.sentence
     if (
         divergence.what == "data"
@@ -60,7 +60,7 @@ def describe_divergence(result: Bisection) -> str:
     return f"{a} and {b} differ first in {where}: {sentence}."
 
 
-def describe_location(divergence: Divergence, model: str = "") -> str:
+def describe_divergence_place(divergence: Divergence, model: str = "") -> str:
     """Return where a difference arises, in words.
 
     Args:

@@ -23,7 +23,7 @@ from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.tools.replay.result import ReplayedStep, ReplayRequest
 from lockstep.tools.replay.single_microbatch import LoneMicrobatch
-from lockstep.training.trainer_hooks import (
+from lockstep.training.session import (
     ObservedTrainer,
     RecordingObserver,
     SessionComplete,

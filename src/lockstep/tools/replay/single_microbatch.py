@@ -27,7 +27,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.messages import log
 from lockstep.tools.replay.result import ReplayRequest
-from lockstep.training.trainer_hooks import SessionComplete
+from lockstep.training.session import SessionComplete
 
 __all__ = ["DebuggerLeft", "LoneMicrobatch"]
 

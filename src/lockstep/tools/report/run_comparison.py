@@ -28,7 +28,7 @@ from lockstep.tools.report.summary import (
     Summary,
     find_longest_work,
     find_slowest_rank,
-    summarize,
+    summarize_run,
 )
 from lockstep.tools.report.summary_text import (
     STATE_NAMES,
@@ -88,7 +88,7 @@ class RunComparison:
 def compare_runs(runs: list[Run]) -> RunComparison:
     """Compare two or more runs with the first of them."""
     names = _unique_names(runs)
-    summaries = list(map(summarize, runs))
+    summaries = list(map(summarize_run, runs))
     pairs = []
     for run, name, summary in list(zip(runs, names, summaries, strict=True))[1:]:
         ratio = summary.speed / (summaries[0].speed or math.nan)

@@ -35,7 +35,7 @@ from lockstep.tools.report.run_charts import (
     logged_histograms,
     logged_images,
 )
-from lockstep.tools.report.summary import Summary, as_text, summarize
+from lockstep.tools.report.summary import Summary, as_text, summarize_run
 from lockstep.tools.report.summary_text import (
     STATE_NAMES,
     checkpoint_sentence,
@@ -58,7 +58,7 @@ MAX_RANKS = 64  # ranks that are listed
 
 def report_html(run: Run) -> str:
     """Return the report of a run as one self-contained HTML page."""
-    summary = summarize(run)
+    summary = summarize_run(run)
     warnings = [*run.findings, *run.warnings]
     return _render(
         "report.html",

@@ -15,12 +15,12 @@ import numpy as np
 from lockstep.formatting import format_quantity
 from lockstep.launcher.run_folder import find_description
 from lockstep.messages import escape_control
-from lockstep.record.columns import OUTSIDE, TIME_CATEGORIES, Line, as_dict
+from lockstep.record.columns import OUTSIDE, TIME_CATEGORIES, RecordLine, as_dict
 from lockstep.record.reader import Run
 
 __all__ = ["MIN_EXCESS", "SlowestRank", "Summary", "as_text", "describe_layout"]
 __all__ += ["find_longest_work", "find_slowest_rank", "last_time"]
-__all__ += ["name_weights", "number_or", "numbers_of", "summarize"]
+__all__ += ["name_weights", "number_or", "numbers_of", "summarize_run"]
 
 MIN_EXCESS = 0.02  # fraction above the mean working time from which a rank is called slow
 
@@ -57,7 +57,7 @@ class Summary:
     resume_command: str
 
 
-def summarize(run: Run) -> Summary:
+def summarize_run(run: Run) -> Summary:
     """Return the summary of a run."""
     end = run.end or {}
     loss, metrics, held_out = _final_quality(run)
@@ -135,7 +135,7 @@ def name_weights(run: Run) -> str:
     return " (EMA)" if next(filter(None, reversed(evaluations)), {}).get("ema") else ""
 
 
-def describe_layout(layout: Line) -> str:
+def describe_layout(layout: RecordLine) -> str:
     """Return a layout as a phrase: "2 replicas × 2 stages, 8 micro-batches, gloo, cpu"."""
     parts = []
     if "replicas" in layout:

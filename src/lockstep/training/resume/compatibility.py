@@ -36,7 +36,7 @@ from lockstep.training.state import TrainingState
 __all__ = [
     "describe_run",
     "describe_training",
-    "find_differences",
+    "list_changes",
     "log_continued",
     "log_resumed",
     "require_same_training",
@@ -87,7 +87,7 @@ def require_same_training(saved: Mapping[str, Any], here: Mapping[str, Any]) -> 
             )
 
 
-def find_differences(
+def list_changes(
     saved: Mapping[str, Any], here: Mapping[str, Any], used: Mapping[str, str]
 ) -> list[str]:
     """Return the other differences from the training that saved a checkpoint, as sentences.

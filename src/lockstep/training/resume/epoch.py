@@ -17,7 +17,7 @@ from lockstep.training.resume.resumable_run import ResumableRun
 __all__ = ["Epoch"]
 
 
-class Epoch(Batches):
+class Epoch:
     """The global batches of one epoch; begins and ends it in the history and the schedule.
 
     If no epoch is given, every iteration takes the next one, just as a DataLoader shuffles anew
@@ -28,6 +28,9 @@ class Epoch(Batches):
         finish: The function that ends the training if it stops on request.
         epoch: The epoch, from 0; None: the next one.
         options: The other options of `Batches`.
+
+    Attributes:
+        batches: The batches, without what the training does at their beginning and end.
     """
 
     def __init__(
@@ -37,20 +40,31 @@ class Epoch(Batches):
         epoch: int | None,
         **options: Any,
     ) -> None:
+        self._run = run
         self._position = run.state.position
         self._history = run.state.history
-        super().__init__(epoch=self._position.next_epoch if epoch is None else epoch, **options)
-        self._run = run
         self._optimization = run.state.optimization
         self._finish = finish
         self._is_given = epoch is not None
         self._is_loaded = False
+        number = self._position.next_epoch if epoch is None else epoch
+        self.batches = Batches(epoch=number, **options)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0."""
+        return self.batches.epoch
+
+    def __len__(self) -> int:
+        """Return the number of batches in the whole epoch."""
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the remaining batches of the epoch."""
+        batches = self.batches
         with stopping(self._finish, self._run.safe_points.abandon):
             if not (self._is_given or self._is_loaded):
-                self.epoch = self._position.next_epoch
+                batches.epoch = self._position.next_epoch
             self._position.epoch = self.epoch
             self._position.next_epoch = self.epoch + 1
             epoch = self._run.begin_epoch(self)
@@ -58,30 +72,34 @@ class Epoch(Batches):
             if epoch is None:
                 return
             self._warn_if_repeated()
-            agree = self.agree
+            agree = batches.agree
             is_caught_up = self._run.is_caught_up(epoch)
             try:
-                self._history.begin_epoch(self.epoch, self._count_batches(), self._start)
+                self._history.begin_epoch(self.epoch, self._count_batches(), batches.start)
                 if is_caught_up:
-                    self.agree = None  # the other ranks have already compared their data
+                    batches.agree = None  # the other ranks have already compared their data
                 else:
                     self._run.safe_points.reach(epoch, ask=True)
-                for batch in super().__iter__():
+                for batch in batches:
                     self._run.yielded(epoch)
                     yield batch
                     self._run.trained(epoch)
                 self._end()
             finally:
-                self.agree = agree
+                batches.agree = agree
                 self._run.end_epoch(epoch)
             self._run.safe_points.reach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the epoch as JSON values, valid for any layout."""
+        return self.batches.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the next iteration from a saved position, in its epoch if none was given."""
         if not self._is_given:
-            self.epoch = state["epoch"]
+            self.batches.epoch = state["epoch"]
             self._is_loaded = True
-        super().load_state_dict(state)
+        self.batches.load_state_dict(state)
 
     def _count_batches(self) -> int | None:
         try:
@@ -91,18 +109,18 @@ class Epoch(Batches):
 
     def _warn_if_repeated(self) -> None:
         """Warn if the script gives every epoch the same number, and so the same random numbers."""
-        options = self._options
+        options = self.batches.options
         finished = self._position.finished
-        if not self._is_given or self._start or finished is None:
+        if not self._is_given or self.batches.start or finished is None:
             return
         is_same = finished[0] is options.dataset and finished[1:] == (self.epoch, options.seed)
         if is_same and (options.shuffle or type(options.dataset) is not TensorDataset):
             advice = "write batches(..., epoch=epoch), or leave epoch= out"
             place, sentence = describe_repetition(self.epoch, advice, sys._getframe())
-            self._history.warn(0, place, sentence, show=self._who == "rank 0")
+            self._history.warn(0, place, sentence, show=self.batches.who == "rank 0")
 
     def _end(self) -> None:
-        options = self._options
+        options = self.batches.options
         self._position.finished = options.dataset, self.epoch, options.seed
         result = self._history.end_epoch(self.epoch)
         if result is not None:

@@ -27,6 +27,7 @@ from torch import nn
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
+from lockstep.model.compilation import is_plain_call
 from lockstep.model.description import (
     PLAIN,
     describe_value,
@@ -35,6 +36,9 @@ from lockstep.model.description import (
 )
 
 __all__ = ["ModuleSettings"]
+
+CALL = "_compiled_call_impl"
+"""The attribute with what torch calls instead of a module's own call."""
 
 LARGEST = 1000
 """The largest container that is restored, in members."""
@@ -55,11 +59,12 @@ class Opaque(str):
 
 
 DELETED = Opaque("missing")
+COMPILED = Opaque("compiled")
 UNKNOWN = Opaque()
 """A container of values that cannot be described, such as a list of activations."""
 
 
-class Held(NamedTuple):
+class HeldSetting(NamedTuple):
     """A value with tensors: the value, a copy without tensors, and the tensors with versions."""
 
     value: Any
@@ -69,7 +74,9 @@ class Held(NamedTuple):
     def is_restored(self, initial: Any) -> bool:
         """Return whether a checkpoint holds the value, which has changed since `initial`."""
         ids = [id(tensor) for tensor, _ in self.tensors]
-        if isinstance(initial, Held) and ids == [id(tensor) for tensor, _ in initial.tensors]:
+        if isinstance(initial, HeldSetting) and ids == [
+            id(tensor) for tensor, _ in initial.tensors
+        ]:
             return True
         return sum(tensor.numel() for tensor, _ in self.tensors) <= LARGEST_TENSOR
 
@@ -111,7 +118,7 @@ class ModuleSettings:
                 is_method = callable(getattr(type(owners[path]), name, None))
                 if initial is not None or is_method:  # otherwise forward may make it by itself
                     opaque[entry] = str(value)
-            elif not isinstance(value, Held):
+            elif not isinstance(value, HeldSetting):
                 values[entry] = value
             elif value.is_restored(initial):
                 tensors = {id(tensor): tensor.detach() for tensor, _ in value.tensors}
@@ -122,7 +129,9 @@ class ModuleSettings:
     def describe(self) -> str:
         """Return a text that changes with a setting, except those with tensors."""
         settings, hooks = self._read()
-        plain = {entry: value for entry, value in settings.items() if not isinstance(value, Held)}
+        plain = {
+            entry: value for entry, value in settings.items() if not isinstance(value, HeldSetting)
+        }
         return repr([plain, hooks])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,7 +163,9 @@ class ModuleSettings:
             if path in owners and entry not in settings and name in vars(owners[path]):
                 continue  # ignored, or an activation
             now = settings.get(entry)
-            is_plain = not isinstance(now, (Opaque, Held)) and not isinstance(value, (Opaque, Held))
+            is_plain = not isinstance(now, (Opaque, HeldSetting)) and not isinstance(
+                value, (Opaque, HeldSetting)
+            )
             if (entry in saved or (is_plain and entry not in opaque)) and not _is_same(now, value):
                 self._set(owners, path, name, value)
         for path, text in (self._hooks | state["hooks"]).items():
@@ -199,6 +210,10 @@ class ModuleSettings:
         hooks: dict[str, str] = {}
         for path, part in self._iterate_parts():
             for name, value in iterate_attributes(part):
+                if name == CALL:  # which Lockstep replaces to watch calls
+                    if not is_plain_call(value):
+                        settings[f"{path}.{name}"] = COMPILED
+                    continue
                 settings[f"{path}.{name}"] = value if type(value) in SCALARS else _hold(value)
             if isinstance(part, nn.Module):
                 for name, parameter in part._parameters.items():
@@ -227,7 +242,7 @@ def _hold(value: Any) -> Any:
         return UNKNOWN
     rest = copy.deepcopy(value, dict.fromkeys(tensors))
     versions = tuple((tensor, tensor._version) for tensor in tensors.values())
-    return Held(value, rest, versions) if tensors else rest
+    return HeldSetting(value, rest, versions) if tensors else rest
 
 
 def _can_save(tensor: torch.Tensor) -> bool:
@@ -249,7 +264,7 @@ def _is_same(one: Any, two: Any) -> bool:
         return True
     if type(one) is not type(two) or type(one) is torch.Tensor:
         return False
-    if isinstance(one, Held):
+    if isinstance(one, HeldSetting):
         pairs = zip(one.tensors, two.tensors, strict=False)
         is_same = all(a is b and version == other for (a, version), (b, other) in pairs)
         return is_same and len(one.tensors) == len(two.tensors) and _is_same(one.rest, two.rest)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lockstep.checkpoint.folder import read_checkpoint
 from lockstep.checkpoint.save_schedule import Stateful
 from lockstep.data.content_hash import hash_content
-from lockstep.data.loader import Batches
+from lockstep.data.loader import EpochBatches
 from lockstep.elastic.membership import Membership
 from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.kernel.batch import Batch
@@ -29,12 +29,12 @@ from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import log
 from lockstep.model.generator_states import global_states
-from lockstep.training.resume.call_journal import OpenEpoch
 from lockstep.training.resume.compatibility import describe_run, log_continued, log_resumed
 from lockstep.training.resume.last_safe_state import read_newest_state
 from lockstep.training.resume.repeated_work import count_repeated_steps, measure_repeated_work
 from lockstep.training.resume.run_checkpoints import RunCheckpoints, collect_objects
 from lockstep.training.resume.safe_points import SafePoints
+from lockstep.training.resume.script_log import OpenEpoch
 from lockstep.training.resume.script_position import ScriptPosition
 from lockstep.training.resume.unset_variables import explain_unset_variables
 from lockstep.training.run_record import RunRecord
@@ -277,7 +277,7 @@ class ResumableRun:
         self.safe_points.reach(ask=ask)
         return result
 
-    def evaluate(self, batches: Batches, call: Callable[[], Any], *, ema: bool) -> Any:
+    def evaluate(self, batches: EpochBatches, call: Callable[[], Any], *, ema: bool) -> Any:
         """Evaluate, or return the result of the interrupted run."""
         self.begin()
         samples = batches.state_dict()["samples"]
@@ -349,7 +349,7 @@ class ResumableRun:
                 "trainer.batches(...): take its batches from there"
             )
 
-    def begin_epoch(self, batches: Batches) -> OpenEpoch | None:
+    def begin_epoch(self, batches: EpochBatches) -> OpenEpoch | None:
         """Begin an iteration over batches; return None if the interrupted run completed it."""
         self._position.train_longer()
         epoch, entry = self._position.log.begin_epoch(batches)

@@ -26,9 +26,9 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import log
-from lockstep.training.resume.call_journal import OpenEpoch
 from lockstep.training.resume.last_safe_state import LastSafeState
 from lockstep.training.resume.run_checkpoints import RunCheckpoints
+from lockstep.training.resume.script_log import OpenEpoch
 from lockstep.training.resume.script_position import ScriptPosition
 
 __all__ = ["SafePoints"]

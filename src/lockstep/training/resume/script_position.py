@@ -1,6 +1,6 @@
 """The position of a script: the calls that it has completed, and the state of its training.
 
-    resumed script │ calls of the journal are answered │ the state is restored │ calls have effects
+    resumed script │ calls in the log are answered     │ the state is restored │ calls have effects
 
 A position is loaded from a checkpoint, or received from another rank, and restored at the call
 where the interrupted script was.
@@ -17,13 +17,13 @@ from lockstep.checkpoint.folder import refusing_misfits
 from lockstep.checkpoint.save_schedule import Stateful
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import log
-from lockstep.training.resume.call_journal import CallJournal, OpenEpoch
 from lockstep.training.resume.compatibility import (
     describe_training,
-    find_differences,
+    list_changes,
     require_same_training,
 )
 from lockstep.training.resume.run_checkpoints import RunCheckpoints, restore_objects
+from lockstep.training.resume.script_log import OpenEpoch, ScriptLog
 from lockstep.training.state import TrainingState
 
 __all__ = ["ScriptPosition"]
@@ -57,7 +57,7 @@ class ScriptPosition:
         self.state = state
         self._settings = settings
         self._checkpoints = checkpoints
-        self.log = CallJournal()
+        self.log = ScriptLog()
         self.has_joined = self.is_state_transferred = False
         self.resumed_from: int | None = None
         self.saved = (-1, -1)
@@ -102,7 +102,7 @@ class ScriptPosition:
             self.log.load_state_dict(state["script"])
             self.state.load_local(state)
         self._restored = state
-        return find_differences(state, here, self.state.optimization.describe())
+        return list_changes(state, here, self.state.optimization.describe())
 
     def continue_from_here(self) -> None:
         """Restore the state, if the script has repeated every call of the interrupted one."""

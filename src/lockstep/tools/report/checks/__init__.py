@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CheckResult", "Requirements", "Verdict", "bad", "good", "note"]
+__all__ = ["CheckResult", "CheckVerdict", "Requirements", "bad", "good", "note"]
 
-Verdict = Literal["good", "note", "bad"]
+CheckVerdict = Literal["good", "note", "bad"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class CheckResult:
         advice: The action to take; "" for none.
     """
 
-    verdict: Verdict
+    verdict: CheckVerdict
     subject: str
     what: str
     advice: str = ""

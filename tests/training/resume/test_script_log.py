@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.checkpoint.encoding import decode, encode
 from lockstep.kernel.errors import UsageError
-from lockstep.training.resume.call_journal import CallJournal
+from lockstep.training.resume.script_log import ScriptLog
 
 
 class Batches:
@@ -27,7 +27,7 @@ class Script:
     """Makes calls as a trainer passes them on; `steps` are those that are finished."""
 
     def __init__(self, log=None):
-        self.log, self.steps = log or CallJournal(), 0
+        self.log, self.steps = log or ScriptLog(), 0
 
     def begin(self, epoch=0, **options):
         opened, entry = self.log.begin_epoch(Batches(epoch, **options))
@@ -64,7 +64,7 @@ class Script:
     def resume(self):
         """Return a script that begins again with this one's log, saved and loaded."""
         text = json.dumps(encode(self.log.state_dict(self.steps), {}, "script"))
-        log = CallJournal()
+        log = ScriptLog()
         log.load_state_dict(decode(json.loads(text), {}))
         return Script(log)
 

@@ -25,7 +25,7 @@ import xxhash
 
 from lockstep.kernel.errors import UsageError
 
-__all__ = ["CallJournal", "OpenEpoch"]
+__all__ = ["OpenEpoch", "ScriptLog"]
 
 Entry = dict[str, Any]
 
@@ -75,7 +75,7 @@ class OpenEpoch:
         return {"kind": "epoch", "epoch": state["epoch"], "complete": False, "state": state}
 
 
-class CallJournal:
+class ScriptLog:
     """The calls of a script; after resuming, also the results of those to be made again."""
 
     def __init__(self) -> None:

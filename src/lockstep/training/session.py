@@ -25,11 +25,11 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.partitioner import PipelineConfig
 
 __all__ = [
-    "Observation",
+    "ObservationHook",
     "ObservedTrainer",
     "RecordingObserver",
+    "Session",
     "SessionComplete",
-    "TrainerHooks",
     "TrainerObserver",
     "current_session",
     "open_session",
@@ -99,7 +99,7 @@ class TrainerObserver(Protocol):
         """Handle a committed step; may raise SessionComplete, then on every rank."""
 
 
-class Observation(StepHook):
+class ObservationHook(StepHook):
     """The hook through which a command observes a trainer.
 
     Args:
@@ -121,7 +121,7 @@ class Observation(StepHook):
         self.observer.commit(committed.result)
 
 
-class TrainerHooks(Protocol):
+class Session(Protocol):
     """The interface of a command to the trainers of a script."""
 
     def options(
@@ -133,18 +133,18 @@ class TrainerHooks(Protocol):
         """Return the observer of a newly constructed trainer."""
 
 
-AnyHooks = TypeVar("AnyHooks", bound=TrainerHooks)
+AnySession = TypeVar("AnySession", bound=Session)
 
-_current: TrainerHooks | None = None
+_current: Session | None = None
 
 
-def current_session() -> TrainerHooks | None:
+def current_session() -> Session | None:
     """Return the session of this process; None if no command opened one."""
     return _current
 
 
 @contextmanager
-def open_session(session: AnyHooks) -> Iterator[AnyHooks]:
+def open_session(session: AnySession) -> Iterator[AnySession]:
     """Use `session` for the trainers of this process while the body runs."""
     global _current
     _current = session
