@@ -105,7 +105,7 @@ class Exact:
     """The same script with the README's lines."""
 
     def __init__(self, microbatches: int, *, together: bool) -> None:
-        ls.init(threads=1)
+        ls.init(threads=1, portable=True)
         self.together = together
         self.model = network()
         self.optimizer = ADAMW(self.model.parameters())
@@ -131,7 +131,7 @@ class Stepped:
     """The loop of a trainer."""
 
     def __init__(self, microbatches: int) -> None:
-        ls.init(threads=1)
+        ls.init(threads=1, portable=True)
         self.trainer = ls.Trainer(
             network(),
             nn.CrossEntropyLoss(),

@@ -184,6 +184,13 @@ SHARED = {  # parameters whose gradients are sums, or are changed
         lambda model, x: x * (model.first + model.second.exp()) / 2, first=scale(), second=scale()
     ),
 }
+
+
+def dropping_twice():
+    block = nn.Dropout(0.3)
+    return nn.Sequential(block, nn.Linear(64, 64), block, nn.Linear(64, CLASSES))
+
+
 DRAWING = {
     "dropout": lambda: on_features(lambda model, x: F.dropout(x)),
     "dropout in place": lambda: on_features(lambda model, x: F.dropout(x + 1, inplace=True)),
@@ -193,10 +200,7 @@ DRAWING = {
     "alpha dropout": lambda: on_features(lambda model, x: F.alpha_dropout(x, 0.3, training=True)),
     "dropout in blocks": dropping_blocks,
     "dropout in attention": dropping_attention,
-    "dropout in a block that is called twice": lambda: on_features(
-        lambda model, x: model.blocks[1](model.blocks[0](model.blocks[0](x))),
-        blocks=nn.ModuleList([nn.Dropout(0.3), nn.Sequential(nn.Linear(64, 64), nn.Dropout())]),
-    ),
+    "dropout in a block that is called twice": dropping_twice,
     "noise": lambda: on_features(lambda model, x: x + torch.rand_like(x)),
     "a sample of a distribution": lambda: on_features(sample),
     "numbers for the rows": lambda: on_features(lambda model, x: x * torch.rand(len(x), 1)),

@@ -21,7 +21,7 @@ from lockstep.kernel.rank_status import StatusSummary
 from lockstep.model.loss_root import warn_of_division
 from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
-from lockstep.training.script_passes import SampleLoop
+from lockstep.training.sample_loop import SampleLoop
 from lockstep.training.script_steps import ScriptSteps
 
 __all__ = ["ExactBatch", "ExactBatches"]

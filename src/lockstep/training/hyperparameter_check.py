@@ -63,6 +63,7 @@ class HyperparameterCheck(StepHook):
     """
 
     name = "hyperparameters"
+    allows_groups = True
 
     def __init__(
         self,

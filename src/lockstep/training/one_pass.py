@@ -19,7 +19,7 @@ by default. After a difference the micro-batches are computed one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.repetition_trace import StateWatch
 from lockstep.comm.native_module import load_native
-from lockstep.data.microbatch import join_samples, map_tensors
+from lockstep.data.microbatch import join_samples
 from lockstep.data_parallel.bucket_ready_tracker import has_foreign_hooks
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers, have_same_bits
@@ -43,6 +43,14 @@ from lockstep.model.forward import Metric, call_model, compute_loss, split_targe
 from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.grouped_passes import PassResults
+from lockstep.training.pass_attempt import (
+    Attempt,
+    Pass,
+    cut_rows,
+    describe_shapes,
+    join_gradients,
+    run_from_roots,
+)
 from lockstep.training.pass_plan import (
     CannotJoin,
     NotedCall,
@@ -52,13 +60,11 @@ from lockstep.training.pass_plan import (
 )
 
 __all__ = [
-    "Attempt",
     "JoinedPass",
     "OnePass",
     "OnePassNotes",
     "Trial",
     "can_join",
-    "cut_rows",
     "make_one_pass",
 ]
 
@@ -73,64 +79,6 @@ SCHEDULE = AuditConfig()
 """The steps in which a pass is compared with separate passes again."""
 
 GradientList = list[torch.Tensor | None]
-
-
-class Pass(Protocol):
-    """What sees the operators of a pass: it records them, or calls some for each micro-batch."""
-
-    def run(self, body: Callable[[], Any]) -> Any:
-        """Return the result of the body, whose operators are seen."""
-
-    def begin(self) -> None:
-        """See the operators from now on."""
-
-    def end(self) -> None:
-        """See no more operators."""
-
-    def seed(self, seeds: list[int]) -> None:
-        """Seed the generators of the micro-batches."""
-
-    def finish(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Complete the gradients of parameters after the backward pass."""
-
-
-class Attempt:
-    """A pass over several micro-batches, which may fail.
-
-    Args:
-        step: The context of the step.
-        buffers: The buffers of the step.
-        group: The micro-batches.
-        forward: What sees the operators of the forward pass.
-        backward: What sees those of the backward pass.
-
-    Attributes:
-        results: The results; None before the end.
-        error: Why there are none.
-    """
-
-    def __init__(
-        self,
-        step: StepContext,
-        buffers: Buffers,
-        group: Sequence[Microbatch],
-        forward: Pass,
-        backward: Pass,
-    ) -> None:
-        self.step = step
-        self.buffers = buffers
-        self.group = group
-        self.forward = forward
-        self.backward = backward
-        self.results: PassResults | None = None
-        self.error: Exception | None = None
-
-    def take(self) -> PassResults:
-        """Return the results, or raise the error."""
-        if self.error is not None:
-            raise self.error
-        assert self.results is not None
-        return self.results
 
 
 class JoinedPass:
@@ -206,7 +154,7 @@ class OnePass:
         is_range = bool(parts) and indices == [*range(indices[0], indices[-1] + 1)]
         if not is_range or self._has_hooks():
             return [[part] for part in parts]
-        self._shapes = {part.index: _describe(part.data) for part in parts}
+        self._shapes = {part.index: describe_shapes(part.data) for part in parts}
         by_index = {part.index: part for part in parts if part.index in step.shares}
         groups: list[Sequence[Microbatch]] = []
 
@@ -268,7 +216,8 @@ class OnePass:
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
     ) -> Attempt | None:
         """Return a pass over micro-batches, if it is known that their bits are the same."""
-        if len(group) == 1 or step.observers or self._is_compared(step, group):
+        is_observed = not all(observer.allows_groups for observer in step.observers)
+        if len(group) == 1 or is_observed or self._is_compared(step, group):
             return None
         joined = self._joined.get(self._key(group))
         if joined is None:
@@ -369,12 +318,12 @@ class OnePass:
         Raises:
             CannotJoin: The micro-batches have to be computed one by one.
         """
-        roots = [(leaf, _join_gradients(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
+        roots = [(leaf, join_gradients(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
         used = [(leaf, gradient) for leaf, gradient in roots if gradient is not None]
         if not used:
             raise CannotJoin("the loss does not depend on the outputs")
         state = self._scopes.read_states()
-        attempt.backward.run(lambda: _run_backward(used))
+        attempt.backward.run(lambda: run_from_roots(used))
         attempt.backward.finish(self._parameters)
         if self._scopes.read_states() != state:
             raise CannotJoin("the backward pass draws random numbers")
@@ -616,55 +565,8 @@ def _add_lists(left: GradientList, right: GradientList) -> GradientList:
     return [*map(add_present, left, right)]
 
 
-def _describe(data: Any) -> Any:
-    """Return the shapes of the tensors in a micro-batch; None if not every part is one."""
-    shapes: list[Any] = []
-
-    def describe(tensor: torch.Tensor) -> torch.Tensor:
-        is_plain = tensor.layout is torch.strided and tensor.dim() > 0
-        shapes.append((tensor.shape, tensor.dtype, tensor.stride()) if is_plain else None)
-        return tensor
-
-    if type(data) in (tuple, list) and all(type(part) is torch.Tensor for part in data):
-        for part in data:
-            describe(part)
-    else:
-        map_tensors(describe, data)
-    return tuple(shapes) if shapes and None not in shapes else None
-
-
-def cut_rows(leaf: Any, segments: int) -> Sequence[Any]:
-    """Return the outputs of each micro-batch, detached."""
-    if not isinstance(leaf, torch.Tensor):
-        return [leaf] * segments
-    if leaf.dim() == 0 or leaf.shape[0] % segments or not leaf.is_contiguous():
-        raise CannotJoin("an output does not have one row per sample")
-    # Aligned as the outputs of separate passes.
-    is_aligned = leaf[0].numel() * leaf.element_size() * (leaf.shape[0] // segments) % 64 == 0
-    parts = leaf.detach().chunk(segments)
-    return [
-        (part if is_aligned else part.clone()).requires_grad_(leaf.requires_grad) for part in parts
-    ]
-
-
 def _take_calls(recorded: Attempt) -> list[list[NotedCall]]:
     """Return the operators of the forward and the backward pass."""
     recorded.take()
     passes: list[Any] = [recorded.forward, recorded.backward]
     return [[NotedCall(*call) for call in one.calls] for one in passes]
-
-
-def _join_gradients(cuts: Sequence[Any]) -> torch.Tensor | None:
-    """Return the gradients of an output; None if it has none."""
-    gradients = [cut.grad if isinstance(cut, torch.Tensor) else None for cut in cuts]
-    present = [gradient for gradient in gradients if gradient is not None]
-    if present and len(present) < len(cuts):
-        raise CannotJoin("the losses of some micro-batches do not depend on an output")
-    return torch.cat(present) if present else None
-
-
-def _run_backward(roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if len(roots) == 1:
-        run_backward(*roots[0], retain_graph=False)
-    else:
-        torch.autograd.backward([one for one, _ in roots], [gradient for _, gradient in roots])

@@ -260,11 +260,11 @@ def _keep_parts(
         CannotJoin: It is not known which gradients are changed, or they take too much memory.
     """
     sources = [{n for n in call.sources if n >= 0} for call in calls]
+    has_rows = [rule is not None and bool(rule.tensors) for rule in rules]
     derived: set[int] = set()  # the calls that return gradients of parameters
     for number, rule in enumerate(rules):
         is_sum = rule is not None and -1 in rule.results
-        has_rows = rule is not None and rule.tensors
-        if is_sum or (not has_rows and sources[number] & derived):
+        if is_sum or (not has_rows[number] and sources[number] & derived):
             derived.add(number)
     kept: set[int] = set()
     for number, rule in enumerate(rules):
@@ -273,29 +273,21 @@ def _keep_parts(
                 raise CannotJoin(f"{calls[number].name} changes the gradient of a parameter")
             kept.add(number)
     count = -1
-    while kept and count != len(kept):
+    while count != len(kept):  # until both what they come from and what comes from them is kept
         count = len(kept)
-        for number in reversed(range(len(calls))):
-            if number in kept:
-                kept |= sources[number] & derived
-        for number in derived:
-            rule = rules[number]
-            has_rows = rule is not None and rule.tensors
-            if sources[number] & kept and not has_rows:
-                kept.add(number)
+        for number in [*kept]:
+            kept |= sources[number] & derived
+        kept |= {number for number in derived if sources[number] & kept and not has_rows[number]}
     completed = [*rules]
     size = 0
     for number, rule in enumerate(rules):
-        if number in kept:
-            size += count_bytes([calls[number]])
-            is_sum = rule is not None and rule.tensors
-            if is_sum and sources[number] & kept:
-                raise CannotJoin(
-                    f"{calls[number].name} uses the gradient of a parameter for samples"
-                )
-            completed[number] = rule._replace(keeps_parts=True) if rule and is_sum else CHANGES
-        elif sources[number] & kept:
+        if has_rows[number] and sources[number] & kept:
             raise CannotJoin(f"{calls[number].name} uses the gradient of a parameter for samples")
+        if number not in kept:
+            continue
+        size += count_bytes([calls[number]])
+        is_sum = rule is not None and has_rows[number]
+        completed[number] = rule._replace(keeps_parts=True) if rule and is_sum else CHANGES
     if size * segments > MOST_PARTS:
         raise CannotJoin("the gradients of parameters that are used twice take too much memory")
     return completed

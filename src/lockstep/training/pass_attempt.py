@@ -1,0 +1,125 @@
+"""An attempt to compute several micro-batches together; their samples cut and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lockstep.data.microbatch import map_tensors
+from lockstep.kernel.batch import Microbatch
+from lockstep.kernel.buffers import Buffers
+from lockstep.kernel.step_context import StepContext
+from lockstep.model.loss_root import run_backward
+from lockstep.training.grouped_passes import PassResults
+from lockstep.training.pass_plan import CannotJoin
+
+__all__ = ["Attempt", "Pass", "cut_rows", "describe_shapes", "join_gradients", "run_from_roots"]
+
+
+class Pass(Protocol):
+    """What sees the operators of a pass: it records them, or calls some for each micro-batch."""
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Return the result of the body, whose operators are seen."""
+
+    def begin(self) -> None:
+        """See the operators from now on."""
+
+    def end(self) -> None:
+        """See no more operators."""
+
+    def seed(self, seeds: list[int]) -> None:
+        """Seed the generators of the micro-batches."""
+
+    def finish(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Complete the gradients of parameters after the backward pass."""
+
+
+class Attempt:
+    """A pass over several micro-batches, which may fail.
+
+    Args:
+        step: The context of the step.
+        buffers: The buffers of the step.
+        group: The micro-batches.
+        forward: What sees the operators of the forward pass.
+        backward: What sees those of the backward pass.
+
+    Attributes:
+        results: The results; None before the end.
+        error: Why there are none.
+    """
+
+    def __init__(
+        self,
+        step: StepContext,
+        buffers: Buffers,
+        group: Sequence[Microbatch],
+        forward: Pass,
+        backward: Pass,
+    ) -> None:
+        self.step = step
+        self.buffers = buffers
+        self.group = group
+        self.forward = forward
+        self.backward = backward
+        self.results: PassResults | None = None
+        self.error: Exception | None = None
+
+    def take(self) -> PassResults:
+        """Return the results, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        assert self.results is not None
+        return self.results
+
+
+def describe_shapes(data: Any) -> Any:
+    """Return the shapes of the tensors in a micro-batch; None if not every part is one."""
+    shapes: list[Any] = []
+
+    def describe(tensor: torch.Tensor) -> torch.Tensor:
+        is_plain = tensor.layout is torch.strided and tensor.dim() > 0
+        shapes.append((tensor.shape, tensor.dtype, tensor.stride()) if is_plain else None)
+        return tensor
+
+    if type(data) in (tuple, list) and all(type(part) is torch.Tensor for part in data):
+        for part in data:
+            describe(part)
+    else:
+        map_tensors(describe, data)
+    return tuple(shapes) if shapes and None not in shapes else None
+
+
+def cut_rows(leaf: Any, segments: int) -> Sequence[Any]:
+    """Return the outputs of each micro-batch, detached."""
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * segments
+    if leaf.dim() == 0 or leaf.shape[0] % segments or not leaf.is_contiguous():
+        raise CannotJoin("an output does not have one row per sample")
+    # Aligned as the outputs of separate passes.
+    is_aligned = leaf[0].numel() * leaf.element_size() * (leaf.shape[0] // segments) % 64 == 0
+    parts = leaf.detach().chunk(segments)
+    return [
+        (part if is_aligned else part.clone()).requires_grad_(leaf.requires_grad) for part in parts
+    ]
+
+
+def join_gradients(cuts: Sequence[Any]) -> torch.Tensor | None:
+    """Return the gradients of an output; None if it has none."""
+    gradients = [cut.grad if isinstance(cut, torch.Tensor) else None for cut in cuts]
+    present = [gradient for gradient in gradients if gradient is not None]
+    if present and len(present) < len(cuts):
+        raise CannotJoin("the losses of some micro-batches do not depend on an output")
+    return torch.cat(present) if present else None
+
+
+def run_from_roots(roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Run backward from outputs with their gradients."""
+    if len(roots) == 1:
+        run_backward(*roots[0], retain_graph=False)
+    else:
+        torch.autograd.backward([one for one, _ in roots], [gradient for _, gradient in roots])
