@@ -258,6 +258,7 @@ class StepTimes:
     waited: float = 0.0
 
 
+# It has many attributes: what the hooks and the executor of a step share.
 @dataclass
 class StepContext:
     """One attempt at an optimizer step on this rank.
