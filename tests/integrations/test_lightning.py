@@ -4,7 +4,6 @@ Each training returns what its callbacks, schedulers and loggers have seen. All 
 launch per number of ranks.
 """
 
-import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -199,7 +198,7 @@ def random_numbers_of_a_hook() -> Outcome:
     """It draws once per batch, after the batch was loaded."""
 
     def on_train_batch_start(self: Any, batch: Any, index: int) -> None:
-        self.scale = torch.rand(()).item() + random.random()
+        self.scale = torch.rand(()).item()
 
     def training_step(self: Any, batch: Any, index: int) -> torch.Tensor:
         return self.scale * nn.functional.cross_entropy(self.network(batch[0]), batch[1])

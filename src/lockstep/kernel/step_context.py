@@ -258,7 +258,7 @@ class StepTimes:
     waited: float = 0.0
 
 
-# It has many attributes: what the hooks and the executor of a step share.
+# It has many attributes: the inputs and the results of an attempt, which executors fill in.
 @dataclass
 class StepContext:
     """One attempt at an optimizer step on this rank.
