@@ -88,6 +88,8 @@ def train(contender: str, layers: int, words: torch.Tensor) -> None:
     for _ in range(STEPS):
         for number, sequence in enumerate(own.split(1)):
             is_last = number == len(own) - 1
+            if exact is not None:
+                exact.begin()
             alone: AbstractContextManager[None] = nullcontext()
             if contender == "ddp" and not is_last:
                 alone = model.no_sync()

@@ -27,19 +27,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "nodes in src": 444_000,
-    "nodes in tests": 530_000,
+    "nodes in src": 451_000,
+    "nodes in tests": 545_000,
     "code lines in csrc": 9_500,
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments in 100": 1.0,
     "imports per module": 5.0,
     "kernel: nodes": 20_000,
     "kernel: modules reached": 0,
-    "step: modules reached": 62,
-    "step: nodes reached": 56_000,
-    "ls.exact: modules reached": 95,
-    "ls.exact: nodes reached": 90_000,
-    "trainer: modules reached": 262,
+    "step: modules reached": 63,
+    "step: nodes reached": 57_500,
+    "ls.exact: modules reached": 98,
+    "ls.exact: nodes reached": 99_000,
+    "trainer: modules reached": 264,
     "large classes without a reason": 0,
 }
 """The largest values. A limit that would cost users something is raised: the commit says why."""

@@ -1,7 +1,7 @@
 """What is trained: a model that can be cut, its batches, and into how many micro-batches.
 
-Inputs, targets and weights depend on nothing but the case, so that whoever trains
-it must come to the same losses.
+Inputs, targets and weights depend on nothing but the case, so that every
+contender must come to the same losses.
 """
 
 from __future__ import annotations

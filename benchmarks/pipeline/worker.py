@@ -1,4 +1,4 @@
-"""A rank's side: it trains as it is told, and waits asleep while others are measured.
+"""A rank's side: it trains on request, and waits asleep while others are measured.
 
 {"train": {...case}, "checked": 2}   -> {"losses": [...], "digest": "..."} after the first steps,
                                         where they are known

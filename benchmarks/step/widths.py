@@ -1,6 +1,6 @@
 """The guarantee: what `lockstep.Trainer` makes of one global batch on any number of ranks.
 
-27 samples in 8 micro-batches, whoever computes them      two steps
+27 samples in 8 micro-batches, on any ranks               two steps
 1 rank   [0 1 2 3 4 5 6 7]
 3 ranks  [0 1 2] [3 4 5] [6 7]                            the same digest
 """

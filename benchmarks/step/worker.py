@@ -1,4 +1,4 @@
-"""A rank's side: it trains as it is told, and waits asleep while others are measured.
+"""A rank's side: it trains on request, and waits asleep while others are measured.
 
 {"train": {...case}, "file": path}   -> {}: trained CHECKED steps; rank 0 wrote the parameters
 {"block": 5, "alone": false}         -> {"times": [ns, ...]}, after one step that only settles

@@ -63,7 +63,7 @@ class Case:
                 f"    model      {self.model}",
                 f"    loss       {self.loss}",
                 f"    optimizer  {self.optimization}",
-                f"    besides    {self.loop} loop"
+                f"    loop       {self.loop}"
                 + (f", autocast to {self.precision}" if self.precision else "")
                 + (f", unit {self.hooked_late} hooked late" if self.hooked_late is not None else "")
                 + ", evaluation" * self.evaluates

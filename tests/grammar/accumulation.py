@@ -1,6 +1,6 @@
 """Gradient accumulation in plain PyTorch, on one process: what a loop with `ls.exact` must compute.
 
-It follows the rules of `lockstep.kernel.spec`, with what a script's own loop has besides: weights
+It follows the rules of `lockstep.kernel.spec`, and what a script's own loop adds: weights
 that are known only after the forward, a scaler of torch, and an update that the script writes.
 """
 

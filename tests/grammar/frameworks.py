@@ -59,7 +59,7 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class Habit:
-    """What a loop does besides its model, as it was drawn."""
+    """What a loop does in addition to its model, as it was drawn."""
 
     seed: int
     microbatches: int

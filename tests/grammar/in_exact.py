@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,15 @@ class Endless(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.stream)
+
+
+@cache
+def make_mesh(hosts: int, world: int) -> Any:
+    """Return the mesh of so many hosts, one in a process: torch takes equal ones for the same."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (hosts, world // hosts)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 class Run:
@@ -103,14 +113,11 @@ class Run:
     def _wrap(self) -> nn.Module:
         layout: Any = self.leg.layout
         if layout.sharded:
-            from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
             options: dict[str, Any] = {}
             if layout.hosts > 1:
-                shape = (layout.hosts, layout.world // layout.hosts)
-                names = ("replicate", "shard")
-                options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+                options["mesh"] = make_mesh(layout.hosts, layout.world)
             units = dict.fromkeys(self.drawn.case.model.units(self.model))
             for unit in units if layout.shards_blocks else ():
                 if unit is not self.model and next(unit.parameters(), None) is not None:

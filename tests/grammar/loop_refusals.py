@@ -20,7 +20,7 @@ OF_FULLY_SHARD = (
     "FSDP does not support non-contiguous parameters",
     "does not have a sharding strategy registered",
 )
-"""What a model that the script has sharded may be refused for besides, the last two by torch."""
+"""Other reasons to refuse a model that the script has sharded, the last two by torch."""
 
 
 def refusals(drawn: Any, layout: Layout) -> list[str]:

@@ -101,7 +101,7 @@ class Script:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What a checkpoint has besides the model and the optimizers."""
+        """What a checkpoint has in addition to the model and the optimizers."""
         named = {"scaler": self.scaler, "average": self.average}
         return {name: part for name, part in named.items() if part is not None}
 

@@ -4,6 +4,7 @@ Each training returns what its callbacks, schedulers and loggers have seen. All 
 launch per number of ranks.
 """
 
+import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -191,6 +192,20 @@ def random_numbers_and_buffers_in_a_validation() -> Outcome:
         make_module(validation_step=validation_step, on_train_epoch_start=on_train_epoch_start)
     )
     return outcome | {"after": after}
+
+
+@training
+def random_numbers_of_a_hook() -> Outcome:
+    """It draws once per batch, after the batch was loaded."""
+
+    def on_train_batch_start(self: Any, batch: Any, index: int) -> None:
+        self.scale = torch.rand(()).item() + random.random()
+
+    def training_step(self: Any, batch: Any, index: int) -> torch.Tensor:
+        return self.scale * nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    hooks = {"on_train_batch_start": on_train_batch_start, "training_step": training_step}
+    return fit(make_module(**hooks))
 
 
 @training

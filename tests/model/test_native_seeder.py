@@ -1,4 +1,4 @@
-"""Seeding in memory: the bits of `PlainSeeder`, whatever was drawn before."""
+"""Seeding in memory: the bits of `PlainSeeder`, after any draws."""
 
 import random
 from typing import Any
@@ -22,7 +22,7 @@ calls = st.tuples(st.lists(whole, max_size=2), st.integers(-2, 9), st.integers(0
 def test_both_ways_to_seed_a_scope_use_its_key(
     order: list[int], called: list[tuple[list[int], int, int]]
 ) -> None:
-    """Whatever the order of the calls, and whatever was drawn before."""
+    """For any order of the calls, and after any draws."""
     native = NativeSeeder(order).seed
     with isolated():
         for parts, scope, call in called:
@@ -55,7 +55,7 @@ indices = st.integers(0, 12)
 def test_python_and_numpy_are_seeded_and_restored_as_by_their_own_functions(
     prefix: list[int], microbatches: list[int], is_prepared: bool, data: st.DataObject
 ) -> None:
-    """For micro-batches in any order, and whatever is drawn in them."""
+    """For micro-batches in any order, with any draws in them."""
     seeder = NativeSeeder([-1, 0] if is_prepared else [])
     with isolated(everything=True):
         before = state_of_others()

@@ -4,6 +4,7 @@ The digests, losses, norms and records of the trainer are the reference, on ever
 """
 
 import gc
+import math
 import random
 import weakref
 from functools import partial
@@ -204,3 +205,41 @@ def test_a_micro_batch_without_weight_may_have_several_losses():
             batch.backward(loss, weight=float(number), final=False)
         losses = [model(inputs).sum().item(), model(inputs).square().sum().item()]
     assert batch.loss == sum(losses)
+
+
+def overflow_on_the_first_rank():
+    """Take a step on a batch of one sample, whose scaled gradients are not finite."""
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exact = ls.exact(model, optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    (batch,) = exact.batches(rows(1), 1)
+    for inputs, _ in batch:
+        loss = model(inputs).mean()
+        loss.register_hook(lambda gradient: gradient * torch.inf)
+        batch.backward(loss, scaler=scaler)
+    return batch.norm
+
+
+def weigh_on_the_first_rank():
+    """Take a step in which the micro-batches of the other ranks have no weight."""
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exact = ls.exact(model, optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    for batch in exact.batches(rows(2), 2):
+        for inputs, _ in batch:
+            weight = 0.0 if ls.rank() else 1.0
+            batch.backward(model(inputs).mean(), weight=weight, scaler=scaler)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return exact.digest()
+
+
+def test_a_scaler_begins_with_a_loss_without_weight(ranks):
+    assert len(set(ranks(weigh_on_the_first_rank, 2))) == 1
+
+
+def test_a_rank_without_a_micro_batch_knows_that_losses_are_scaled(ranks):
+    assert [math.isfinite(norm) for norm in ranks(overflow_on_the_first_rank, 2)] == [False] * 2

@@ -1,4 +1,4 @@
-"""The history: steps become epochs, and everybody is told once."""
+"""The history: steps become epochs, and each listener is notified once."""
 
 import math
 

@@ -26,7 +26,7 @@ class Calibrated(nn.Linear):
 
 
 class Fixed(nn.Module):
-    """Has a parameter in memory on whatever device it is made."""
+    """Has a parameter in memory on any device."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_the_same_bits_with_blocks_alive_on_their_ranks_alone(ranks, capfd):
     ((notes, alive, bits),) = ranks(trained, 1)
     assert notes == [[True]] * 4 + [[], [True]]
     assert {name[0] for name in alive} == {"0", "1", "2", "3", "5"}
-    # Block 2 fails on the meta device, and is made and let go of; 3 has memory whatever is said.
+    # Block 2 fails on the meta device, and is made and freed; 3 has memory in any case.
     made = [[[True]] * 4 + [[], [False]], [[False], [False], [True], [True], [], [True]]]
     for position, (given, interleaved, measured) in enumerate(ranks(rank, 4)):
         assert given[0] == made[position % 2]

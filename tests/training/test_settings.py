@@ -1,4 +1,4 @@
-"""Ranks whose settings differ are told so: which rank, which entry, and both values."""
+"""Settings that differ between ranks are errors that name rank, entry and both values."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""A Trainer refuses, wherever they are, modules that it cannot train alike in every layout."""
+"""A Trainer refuses modules, at any depth, that it cannot train alike in every layout."""
 
 import warnings
 from functools import partial

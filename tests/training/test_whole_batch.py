@@ -290,7 +290,8 @@ def test_observers_get_the_losses_that_are_reported():
         for data in step.microbatches(torch.randn(19, 6)):
             step.backward(model(data).square().sum() / 19, share=1)
     assert listener.losses == step.result.losses
-    assert sum(step.result.losses) > 3 * step.result.loss  # each is a mean
+    # As the script has computed them.
+    assert sum(step.result.losses) == pytest.approx(step.result.loss)
 
 
 # --- mistakes ------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ processors of all computations."""
 
 BLAME: Mapping[Evidence, Mapping[Votes, Blame]] = {
     "program": {"fault": "program", "split": "program", "state": "program"},
-    # Equal inputs and other results, whatever the votes. If no two results agree, as on a rank
+    # Equal inputs and other results, for any votes. If no two results agree, as on a rank
     # whose cores are all wrong at random, there is none that is known to be right.
     "processor": {"fault": "one", "split": "two", "state": "several"},
     # A processor that is wrong differs from others that agree. Hidden state makes all differ.

@@ -6,8 +6,8 @@
     piece 1             exchange  add       gather
     piece 2                       exchange  add       gather
 
-Each element is added along the same tree, so the pieces change no bit. Besides the gradients of
-this rank and their sums, there are only the messages of the pieces that are on their way.
+Each element is added along the same tree, so the pieces change no bit. In addition to the
+gradients of this rank and their sums, only messages of pieces that are being sent take memory.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ torch calls it in backward, once for each group of parameters and micro-batch:
     addition on rank s               shard s of the node (jR, (j + 1)R)
 
 If copies of the shards are on other hosts, torch would add each turn over the copies in an order
-of its own. It is told not to, and the sums of all turns are added at the end of the step.
+of its own. This is switched off: the sums of all turns are added at the end of the step.
 
 The leaves travel in the dtype of the policy (`reduce_dtype`), and are added in that of the
 parameters: which additions are rounded to which dtype does not depend on the number of ranks.

@@ -317,7 +317,7 @@ class TrainingLoader(DataLoaderStateMixin):
     """The micro-batches of this rank, one after another, in place of a DataLoader.
 
     Args:
-        accelerator: Is told of every micro-batch.
+        accelerator: Notified of every micro-batch.
         loader: The DataLoader.
         device: The device to move micro-batches to; None to leave them where they are.
 

@@ -181,7 +181,7 @@ class LossDivisor:
             whole, *losses, again = [self._call(part, items) for part in (inputs, *halves, inputs)]
             is_random = (state_of_torch(self._device), state_of_others()) != before
             if is_random or not math.isfinite(whole) or whole != again:
-                return None  # the audit names what a result depends on besides
+                return None  # the audit names what else a result depends on
         counts = [self._count(half) for half in halves]
         kinds = [ADDED] if self._are_close(whole, sum(losses)) else []
         for kind in self._kinds:

@@ -37,6 +37,7 @@ from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import align_tensors
 from lockstep.data.microbatch_sampler import (
+    LoadedHere,
     MicrobatchConsumer,
     MicrobatchSampler,
     MicrobatchSource,
@@ -121,7 +122,7 @@ class MicrobatchLoader:
         loader: The DataLoader, whose batches have the size of a micro-batch.
         microbatches: The number of micro-batches of a batch.
         seed: The random seed of the order and of the loading of samples.
-        known: Samplers whose order is a permutation, besides those of torch.
+        known: Samplers other than those of torch whose order is a permutation.
         shuffle: Whether to shuffle a dataset without a sampler of the user's own; None to do what
             the DataLoader does.
 
@@ -217,6 +218,8 @@ class MicrobatchLoader:
                 batch = [item, *islice(items, own - 1)]
                 for _ in batch[1:]:
                     self._planned.popleft()
+                # What the framework's hooks draw before the first micro-batch is of no rank.
+                LoadedHere.end()
                 yield Microbatches(align_tensors(batch), planned.samples)
 
 

@@ -173,9 +173,6 @@ class StepObserver:
     def begin_microbatch(self) -> None:
         """Handle the beginning of a micro-batch, or of its forward through a stage."""
 
-    def begin_backward(self, microbatch: int) -> None:
-        """Handle the beginning of a backward pass that the script begins."""
-
     def watch_loss(
         self, loss: Callable[..., Any], microbatch: Microbatch, data: Any
     ) -> Callable[..., Any]:
@@ -261,6 +258,7 @@ class StepTimes:
     waited: float = 0.0
 
 
+# It has many attributes: what the hooks and the executor of a step share.
 @dataclass
 class StepContext:
     """One attempt at an optimizer step on this rank.
@@ -269,6 +267,8 @@ class StepContext:
         attempt: The number and the step of the attempt.
         parallel: The layout, the loss and the arithmetic.
         observers: The observers of the micro-batches, which hooks have added.
+        backward_checks: What hooks call before each backward pass of a script's loop, with the
+            number of the micro-batch. Unlike observers, they need not see single micro-batches.
         batch: This rank's part of the batch; None until it is known.
         shares: The shares in the loss of all micro-batches, on all ranks, that are computed.
         samples: The number of samples of these micro-batches.
@@ -284,6 +284,7 @@ class StepContext:
     attempt: Attempt
     parallel: StepLayout
     observers: list[StepObserver] = field(default_factory=list)
+    backward_checks: list[Callable[[int], None]] = field(default_factory=list)
     batch: Batch | None = None
     shares: Mapping[int, float] = field(default_factory=dict)
     samples: int = 0

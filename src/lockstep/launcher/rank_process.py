@@ -201,7 +201,7 @@ def take_failure_at_exit() -> BaseException | None:
     return error
 
 
-@atexit.register  # atexit is LIFO: after the handlers of whatever imports this module
+@atexit.register  # atexit is LIFO: after the handlers of modules that import this one
 def _exit_with_failure() -> None:
     """Exit with status 1 instead of 0, which nothing else can do at this point."""
     if take_failure_at_exit() is not None:

@@ -66,7 +66,7 @@ class StateMutationCheck(StepHook, StepObserver):
     def __init__(self, modules: Mapping[str, nn.Module], held: HeldParameters) -> None:
         self._modules = dict(modules)
         self.held = held
-        self._begun = -1  # the number of the step's first operation, if the script computes it
+        self._begun = -1  # the number of the first operation of the first micro-batch
         self._backwards: dict[int, int] = {}  # those of the ends of micro-batches
         self._stranger = ""  # the failure of `record_graph` in this step
         self._failure = ""  # why the results of this step depend on the layout
@@ -84,7 +84,8 @@ class StateMutationCheck(StepHook, StepObserver):
         if step.number < FIRST or step.number % GRAPHS_EVERY == 0:
             step.observers.append(self)
             self._backwards = {}
-            self._begun = count_operations() if batch is None else -1
+            if batch is None:
+                step.backward_checks.append(self._note_backward)
         return self._explaining(step) if self._failure else None
 
     @contextmanager
@@ -127,10 +128,14 @@ class StateMutationCheck(StepHook, StepObserver):
             }
             require_same_weights(hashes, step.label.about, step.parallel.group)
 
-    def begin_backward(self, microbatch: int) -> None:
+    def begin_microbatch(self) -> None:
+        """Note where the first micro-batch begins, after the batch was split."""
+        if self._begun < 0:
+            self._begun = count_operations()
+
+    def _note_backward(self, microbatch: int) -> None:
         """Note which operations belong to the micro-batches so far."""
-        if self._begun >= 0:
-            self._backwards[microbatch] = count_operations()
+        self._backwards[microbatch] = count_operations()
 
     def record_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
         """Compare the leaves of a graph with the parameters that trainers hold."""

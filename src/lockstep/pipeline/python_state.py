@@ -242,18 +242,21 @@ def find_python_state(root: nn.Module, path: str) -> PythonState:
     return PythonState(_find_reachable(root, path), {})
 
 
-def find_reachable_from_frame(frame: FrameType, skip: Iterable[Any] = ()) -> list[Holder]:
+def find_reachable_from_frame(
+    frame: FrameType, skip: Iterable[Any] = (), most: int = MOST
+) -> list[Holder]:
     """Return the objects with mutable content that running code refers to by its names.
 
     Args:
         frame: The frame of the code.
         skip: Objects that are left out, with what only they refer to.
+        most: The number of objects that are looked at.
     """
     names = dict.fromkeys(_iterate_code_names(frame.f_code))
     scope = frame.f_globals
     roots = [(value, name) for name, value in frame.f_locals.items()]
     roots += [(GlobalName(scope, name), name) for name in names if name in scope]
-    return list(_find_reachable_from(roots, skip).values())
+    return list(_find_reachable_from(roots, skip, most).values())
 
 
 def find_python_states(
@@ -314,13 +317,14 @@ def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[Obje
 
 
 def _find_reachable_from(
-    roots: Iterable[tuple[Any, str]], skip: Iterable[Any]
+    roots: Iterable[tuple[Any, str]], skip: Iterable[Any], most: int = MOST
 ) -> dict[ObjectKey, Holder]:
     holders: dict[ObjectKey, Holder] = {}
     seen: set[ObjectKey] = {id(skipped) for skipped in skip}
+    most = most + len(seen)
     kept: list[Any] = []  # keeps the objects alive, so that no id is reused
     pending = deque(roots)
-    while pending and len(seen) < MOST:
+    while pending and len(seen) < most:
         value, path = pending.popleft()
         key = (id(value.scope), value.name) if isinstance(value, GlobalName) else id(value)
         if key in seen or isinstance(value, ATOMS):

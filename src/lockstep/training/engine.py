@@ -80,7 +80,7 @@ __all__ = ["Engine", "EngineOptions"]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a training is told besides its model, its optimizers and its layout.
+    """The settings of a training other than its model, its optimizers and its layout.
 
     Attributes:
         seed: The seed of all random numbers.

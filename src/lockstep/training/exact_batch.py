@@ -129,6 +129,10 @@ class ExactBatch:
             self._samples.backward(loss)
             return
         index = loop.current.microbatch.index
+        scaled = None
+        if scaler is not None:
+            loop.step.may_overflow = True
+            scaled = scaler.scale(loss)  # also without weight, since the first loss begins it
         if index == self._final:
             raise UsageError(
                 f"{loop.place}: a second backward of the micro-batch: add its losses and call "
@@ -144,10 +148,6 @@ class ExactBatch:
             if final:
                 self._final = index
             return
-        scaled = None
-        if scaler is not None:
-            scaled = scaler.scale(loss)
-            loop.step.may_overflow = True
         loop.backward(loss, share=share, retain_graph=retain_graph, final=final, root=scaled)
         if final:
             self._final = index

@@ -289,8 +289,8 @@ class FlatLoop:
             )
         loop = self._loop
         if loop is not None and self._current is not None:
-            for observer in loop.step.observers:
-                observer.begin_backward(self._current.number)
+            for check in loop.step.backward_checks:
+                check(self._current.number)
         if loop is not None and not self._has_gradients:
             # Only now, since frameworks call zero_grad() after the micro-batch has begun.
             self._steps.require_no_gradients()

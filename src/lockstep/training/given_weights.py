@@ -19,6 +19,9 @@ __all__ = ["GivenWeights"]
 Weights = list[tuple[int, float]]
 """The micro-batches and their weights."""
 
+SCALED = -1
+"""Stands among the micro-batches for losses that are scaled, which all ranks have to know."""
+
 
 class GivenWeights(StepHook):
     """The hook that adds the weights of all micro-batches.
@@ -44,7 +47,8 @@ class GivenWeights(StepHook):
 
     def status(self, step: StepContext) -> Weights:
         """Return the weights of this rank."""
-        return [*self.given.items()]
+        scaled = [(SCALED, 1.0)] if step.may_overflow else []
+        return [*self.given.items(), *scaled]
 
     def decode(self, value: Sequence[Sequence[Any]]) -> Weights:
         """Return the weights from their JSON."""
@@ -55,12 +59,16 @@ class GivenWeights(StepHook):
         return left + right
 
     def check(self, step: StepContext, summary: StatusSummary) -> None:
-        """Add the weights in the order of the micro-batches.
+        """Add the weights in the order of the micro-batches, and note whether losses are scaled.
 
         Raises:
             UsageError: Some micro-batches have no weight, or the sum is 0.
         """
         known: Weights = sorted(summary.hooks[self.name])
+        # A rank without a micro-batch has scaled none.
+        while known and known[0][0] == SCALED:
+            step.may_overflow = True
+            known.pop(0)
         if summary.failure is not None or not known:
             return
         total = sum(weight for _, weight in known)

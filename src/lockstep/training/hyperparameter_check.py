@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.kernel.errors import DisagreementError
 from lockstep.kernel.rank_status import StatusSummary
-from lockstep.kernel.step_context import StepContext, StepObserver
+from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import (
     PLAIN,
@@ -53,10 +53,8 @@ ADVICE = (
 )
 
 
-class HyperparameterCheck(StepHook, StepObserver):
+class HyperparameterCheck(StepHook):
     """The hook that compares the settings of modules and an optimizer.
-
-    It observes the micro-batches that a script computes.
 
     Args:
         modules: The modules that a step calls, by the name that messages use.
@@ -88,13 +86,13 @@ class HyperparameterCheck(StepHook, StepObserver):
                 self._parameters[f"{path}.requires_grad"] = parameter
 
     def begin(self, step: StepContext, batch: Any) -> None:
-        """Observe the micro-batches that the script computes."""
+        """Compare the micro-batches that the script computes."""
         if batch is None:
-            step.observers.append(self)
+            step.backward_checks.append(self._check_microbatch)
             self._step = step
             self._first = -1
 
-    def begin_backward(self, microbatch: int) -> None:
+    def _check_microbatch(self, microbatch: int) -> None:
         """Refuse a step in whose micro-batches the settings differ."""
         step = self._step
         assert step is not None

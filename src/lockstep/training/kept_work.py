@@ -6,7 +6,7 @@
     rank 0, afterwards     . .   . .   4            only what is missing is computed
     rank 2                               5   . .
 
-The sums of the survivors are valid whoever computes the rest, since the tree does not depend on it.
+The sums of the survivors stay valid: the tree does not depend on which rank computes the rest.
 Each rank then holds the largest nodes whose leaves it has computed.
 """
 

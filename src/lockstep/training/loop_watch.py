@@ -13,7 +13,8 @@ may change, since most of them have no effect on the training.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import closing
 from types import FrameType
 from typing import Any
 
@@ -33,6 +34,9 @@ __all__ = ["LoopWatch", "watch_loop"]
 
 STEPS = 3
 """The number of steps of this process that are watched."""
+
+MOST = 2000
+"""The number of objects that are looked at; those that are nearest to the loop."""
 
 SAMPLED = 1024
 """The number of elements of a tensor that are compared."""
@@ -77,11 +81,8 @@ class LoopWatch:
         layout: Any = self._step.parallel
         skip = [part for holder in HOLDERS for part in holder.list_modules()]
         skip += [part for root in layout.loss_module().values() for part in root.modules()]
-        found = [
-            holder
-            for caller in _list_frames(frame)
-            for holder in find_reachable_from_frame(caller, skip)
-        ]
+        caller = _find_script_frame(frame)
+        found = [] if caller is None else find_reachable_from_frame(caller, skip, MOST)
         self._generators = [one for one in found if is_private_generator(one.value)]
         self._modules = [one for one in found if isinstance(one.value, nn.Module)]
 
@@ -90,28 +91,24 @@ class LoopWatch:
         return [*states, *(_hash_tensors(holder.value) for holder in self._modules)]
 
 
-def watch_loop(step: StepContext, items: Iterator[Any]) -> Iterator[Any]:
-    """Yield the micro-batches of a step to a loop that is watched."""
+def watch_loop(step: StepContext, items: Any) -> Iterator[Any]:
+    """Yield the micro-batches of a step, from a generator, to a loop that is watched."""
     watch = LoopWatch(step)
-    for item in items:
-        watch.begin()
-        yield item
-        watch.end()
+    with closing(items):  # at once after `break`, before the step is undone
+        for item in items:
+            watch.begin()
+            yield item
+            watch.end()
 
 
-def _list_frames(frame: FrameType | None) -> Sequence[FrameType]:
-    """Return the frames of the loop: the script's own, and those of packages that it calls."""
-    return [*_iterate_frames(frame)]
-
-
-def _iterate_frames(frame: FrameType | None) -> Iterator[FrameType]:
+def _find_script_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the script itself, which may loop through a package."""
     while frame is not None:
         code = frame.f_code
-        if is_code_of_user(code):
-            yield frame
-            if not any(package in code.co_filename for package in PACKAGES):
-                return
+        if is_code_of_user(code) and not any(package in code.co_filename for package in PACKAGES):
+            return frame
         frame = frame.f_back
+    return None
 
 
 def _hash_tensors(module: nn.Module) -> dict[str, int]:

@@ -412,8 +412,8 @@ class MicrobatchLoop:
                     "over the inputs from one of them"
                 )
             share = step.shares[index]
-        for observer in step.observers:
-            observer.begin_backward(index)
+        for check in step.backward_checks:
+            check(index)
         self.note_loss(loss, share)
         for observer in step.observers:
             observer.record_graph(loss, (step.number, index))

@@ -184,8 +184,8 @@ class SampleLoop:
             raise UsageError(f"{loop.place}: a second backward of the same samples: add the losses")
         self._has_losses = True
         if self._pass is not None:
-            for observer in loop.step.observers:
-                observer.begin_backward(loop.microbatch.index)
+            for check in loop.step.backward_checks:
+                check(loop.microbatch.index)
             self._pass.backward(losses)
         elif self._recorded is None or not losses.requires_grad:
             loop.backward(losses.mean(), final=True)
@@ -217,6 +217,6 @@ class SampleLoop:
 
 
 def average(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean over some samples, with the same bits wherever they are in memory."""
+    """Return the mean over some samples, with the same bits at any address."""
     copy = values.detach().clone()
     return (copy if copy.is_floating_point() else copy.float()).mean()

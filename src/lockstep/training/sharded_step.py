@@ -46,7 +46,7 @@ def choose_squares(parallel: ParallelContext, module: nn.Module) -> Callable[...
 
 
 def rounds_alike(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Return whether a step rounds each element alike, wherever its parameter is cut."""
+    """Return whether a step rounds each element alike, at any cut of its parameter."""
     return is_torchs(optimizer) and not group.get("fused") and dtype in EXACT
 
 
