@@ -39,7 +39,7 @@ LIMITS = {
     "step: nodes reached": 57_500,
     "ls.exact: modules reached": 98,
     "ls.exact: nodes reached": 99_000,
-    "trainer: modules reached": 264,
+    "trainer: modules reached": 265,
     "large classes without a reason": 0,
 }
 """The largest values. A limit that would cost users something is raised: the commit says why."""

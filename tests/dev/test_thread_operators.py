@@ -33,7 +33,8 @@ def test_operators_that_depend_on_threads_are_found():
     threads = torch.get_num_threads()
     comparison = ThreadComparison((1, 2, 3, 5, 7))
     with comparison:
-        torch.rand(100_003).sigmoid().add_(1).exp()
+        for size in range(100_001, 100_017):  # the last elements of a thread have other bits
+            torch.rand(size).sigmoid().add_(1).exp()
     torch.set_num_threads(threads)
     assert [*comparison.differing] == ["sigmoid.default"]
     assert {"add_.Tensor", "exp.default"} < comparison.compared

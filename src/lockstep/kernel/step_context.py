@@ -163,9 +163,6 @@ class StepObserver:
     observes_microbatches = False
     """Whether `record_microbatch` needs the gradients of every micro-batch in `.grad`."""
 
-    allows_groups = False
-    """Whether several micro-batches may be computed in one pass while it observes."""
-
     def select(self, batch: Batch) -> Batch:
         """Return the part of this rank's batch that the step computes."""
         return batch

@@ -15,74 +15,37 @@ dictionary entries that forward assigned.
 
 from __future__ import annotations
 
-import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from itertools import count
-from types import (
-    BuiltinMethodType,
-    CellType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.kernel.errors import UsageError
-from lockstep.model.description import MACHINERY
+from lockstep.model.reachable_objects import (
+    ATOMS,
+    MISSING,
+    Holder,
+    ObjectKey,
+    describe_entry,
+    find_reachable,
+    get_content,
+    get_names,
+    get_scope,
+)
 
 __all__ = [
     "Assigned",
-    "Holder",
     "PythonState",
     "find_python_state",
     "find_python_states",
-    "find_reachable_from_frame",
 ]
-
-LARGEST = 1000
-MOST = 20_000
-"""The maximum number of entries of a container and of objects of a block that are inspected."""
-
-HIDDEN = MACHINERY | {"forward", "_compiled_call_impl"}  # replaced while a step is computed
-"""Attributes that torch or activation checkpointing keeps in every module."""
-
-ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-
-MISSING = object()
-
-ObjectKey = int | tuple[int, str]
-"""The id of an object; for a global name, the id of the globals and the name."""
 
 Assigned = tuple[dict[Any, Any], Any, Any]
 """A dictionary, a key in it, and a value."""
-
-
-@dataclass(frozen=True)
-class GlobalName:
-    """A global name that a function refers to."""
-
-    scope: dict[str, Any]
-    name: str
-
-
-@dataclass(frozen=True)
-class Holder:
-    """An object with mutable content, and its name in messages."""
-
-    value: Any
-    path: str
 
 
 class PythonState:
@@ -111,7 +74,7 @@ class PythonState:
         identities = self._identify()
         if identities != self._identities or not self._contents:
             self._identities = identities
-            self._contents = {key: _get_content(value) for key, value in self._shared.items()}
+            self._contents = {key: get_content(value) for key, value in self._shared.items()}
 
     def check(self, where: str) -> None:
         """Record which of the shared objects have changed since `hold`, or the last check."""
@@ -131,15 +94,15 @@ class PythonState:
             for content in (
                 map(id, vars(value).values())
                 if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
-                else _get_content(value).values()
+                else get_content(value).values()
                 if isinstance(value, (torch.Tensor, torch.Generator, numpy.ndarray))
-                else map(id, _get_content(value).values())
+                else map(id, get_content(value).values())
             )
         ]
 
     def snapshot(self) -> dict[ObjectKey, dict[Any, Any]]:
         """Return the current content of the objects."""
-        return {key: _get_content(holder.value) for key, holder in self._holders.items()}
+        return {key: get_content(holder.value) for key, holder in self._holders.items()}
 
     def find_view(self, released: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
         """Return the names of a tensor and of the released one whose memory it keeps, if any."""
@@ -161,7 +124,7 @@ class PythonState:
         """Yield the names of all entries that have changed since a snapshot."""
         for key, after in self.snapshot().items():
             for name in _find_changes(before[key], after):
-                yield _describe_entry(self._holders[key], name)
+                yield describe_entry(self._holders[key], name)
 
     def find_assigned(self, before: Mapping[ObjectKey, Mapping[Any, Any]]) -> list[Assigned]:
         """Return the values that names had in a snapshot, of those that were assigned since."""
@@ -169,7 +132,7 @@ class PythonState:
         return [
             (scope, name, before[key].get(name, MISSING))
             for key, after in self.snapshot().items()
-            if (scope := _get_names(values[key])) is not None
+            if (scope := get_names(values[key])) is not None
             for name in _find_changes(before[key], after)
         ]
 
@@ -198,14 +161,14 @@ class PythonState:
             self._changes[key] += 1
             if key in self._users and self._changes[key] > 1:
                 here, elsewhere = self._users[key]
-                changed_entry = _describe_entry(holder, changed[0])
+                changed_entry = describe_entry(holder, changed[0])
                 raise UsageError(
                     f"{where}: {here} changes {changed_entry}, which {elsewhere} refers "
                     "to as well; stages are on other ranks, or compute other micro-batches in the "
                     "meantime: return what later blocks need as part of the "
                     "block's output, in a tuple"
                 )
-            if key not in self._users and (scope := _get_scope(holder.value)) is not None:
+            if key not in self._users and (scope := get_scope(holder.value)) is not None:
                 self._assigned |= {(id(scope), name): (scope, name) for name in changed}
 
     def explain_missing(self, error: AttributeError, where: str) -> UsageError | None:
@@ -239,24 +202,7 @@ class PythonState:
 
 def find_python_state(root: nn.Module, path: str) -> PythonState:
     """Return the Python state of everything that a module refers to; `path` is its name."""
-    return PythonState(_find_reachable(root, path), {})
-
-
-def find_reachable_from_frame(
-    frame: FrameType, skip: Iterable[Any] = (), most: int = MOST
-) -> list[Holder]:
-    """Return the objects with mutable content that running code refers to by its names.
-
-    Args:
-        frame: The frame of the code.
-        skip: Objects that are left out, with what only they refer to.
-        most: The number of objects that are looked at.
-    """
-    names = dict.fromkeys(_iterate_code_names(frame.f_code))
-    scope = frame.f_globals
-    roots = [(value, name) for name, value in frame.f_locals.items()]
-    roots += [(GlobalName(scope, name), name) for name in names if name in scope]
-    return list(_find_reachable_from(roots, skip, most).values())
+    return PythonState(find_reachable(root, path), {})
 
 
 def find_python_states(
@@ -278,15 +224,15 @@ def find_python_states(
             f"block {name} ({type(block).__name__})": (name, block)
             for name, block in blocks.items()
         }
-        reached_by = {user: _find_reachable(block, name) for user, (name, block) in roots.items()}
+        reached_by = {user: find_reachable(block, name) for user, (name, block) in roots.items()}
         if len(holders) == len(stages) - 1 and loss is not None:
-            reached_by["the loss"] = _find_reachable(loss, "loss")
+            reached_by["the loss"] = find_reachable(loss, "loss")
         backwards = list(reversed(reached_by.items()))  # the first of several users counts
         holders.append({key: holder for _, part in backwards for key, holder in part.items()})
         users.append({key: user for user, part in backwards for key in part})
     if model is not None:
         blocks_of_all = [block for blocks in stages for block in blocks.values()]
-        reached = _find_reachable(model, type(model).__name__, skip=blocks_of_all)
+        reached = find_reachable(model, type(model).__name__, skip=blocks_of_all)
         users.append(dict.fromkeys(reached, f"the forward of {type(model).__name__}"))
     shared = Counter(key for keys in users for key in keys)
     return [
@@ -308,151 +254,6 @@ def _find_other_user(users: Sequence[Mapping[ObjectKey, str]], number: int, key:
     return user if user.startswith("the forward") else f"{user} in another stage"
 
 
-# --- what an object refers to ----------------------------------------------------------------
-
-
-def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[ObjectKey, Holder]:
-    """Return the objects with mutable content that `root` refers to, including itself."""
-    return _find_reachable_from([(root, path)], skip)
-
-
-def _find_reachable_from(
-    roots: Iterable[tuple[Any, str]], skip: Iterable[Any], most: int = MOST
-) -> dict[ObjectKey, Holder]:
-    holders: dict[ObjectKey, Holder] = {}
-    seen: set[ObjectKey] = {id(skipped) for skipped in skip}
-    most = most + len(seen)
-    kept: list[Any] = []  # keeps the objects alive, so that no id is reused
-    pending = deque(roots)
-    while pending and len(seen) < most:
-        value, path = pending.popleft()
-        key = (id(value.scope), value.name) if isinstance(value, GlobalName) else id(value)
-        if key in seen or isinstance(value, ATOMS):
-            continue
-        seen.add(key)
-        kept.append(value)
-        if _has_content(value):
-            holders[key] = Holder(value, path)
-        pending.extend(_iterate_references(value, path))
-    return holders
-
-
-def _iterate_references(value: Any, path: str) -> Iterator[tuple[Any, str]]:
-    """Return the objects that a value refers to directly, with their names in messages."""
-    if isinstance(value, FunctionType):
-        yield from _iterate_names(value)
-    elif isinstance(value, MethodType):
-        yield from ((value.__self__, path), (value.__func__, path))
-    elif isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType):
-        yield value.__self__, path
-    elif isinstance(value, partial):
-        yield from ((part, path) for part in (value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, type) and _is_user_defined(value):
-        yield from ((part, value.__name__) for part in vars(value).values() if callable(part))
-        yield from ((part, part.__name__) for part in value.__bases__)
-    elif isinstance(value, nn.Module):
-        hooks = (*value._forward_hooks.values(), *value._forward_pre_hooks.values())
-        yield from ((part, path) for part in hooks)
-        yield from ((part, f"{path}.{name}") for name, part in value._modules.items())
-    if _has_content(value):
-        content = _get_content(value)
-        for name, part in content.items() if len(content) <= LARGEST else ():
-            yield part, _describe_entry(Holder(value, path), name)
-        if not isinstance(value, (type, GlobalName)) and _is_user_defined(type(value)):
-            yield type(value), type(value).__name__
-
-
-def _iterate_names(function: FunctionType) -> Iterator[tuple[Any, str]]:
-    """Return the objects that a user's function refers to in closures and globals."""
-    if not _is_user_defined(function):
-        return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield cell, name
-    names = dict.fromkeys(_iterate_code_names(function.__code__))
-    scope = function.__globals__
-    for name in names:
-        if name in scope and not isinstance(scope[name], ModuleType):
-            yield GlobalName(scope, name), name
-
-
-def _iterate_code_names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _iterate_code_names(constant)
-
-
-def _is_user_defined(definition: Any) -> bool:
-    """Return whether a class or function is defined by the user and not by a library."""
-    package = (getattr(definition, "__module__", None) or "").partition(".")[0]
-    return package not in sys.stdlib_module_names and package not in ("torch", "numpy", "lockstep")
-
-
-# --- the content of an object -----------------------------------------------------------------
-
-
-def _has_content(value: Any) -> bool:
-    """Return whether an object has mutable content."""
-    if isinstance(value, nn.Parameter):
-        return False
-    if isinstance(value, type):
-        return _is_user_defined(value)
-    known = (
-        nn.Module, GlobalName, dict, list, tuple, set, deque, torch.Tensor, torch.Generator,
-        numpy.ndarray, SimpleNamespace, count, CellType,
-    )  # fmt: skip
-    if isinstance(value, known) or is_private_generator(value):
-        return True
-    return hasattr(value, "__dict__") and _is_user_defined(type(value))
-
-
-def _get_content(value: Any) -> dict[Any, Any]:
-    """Return the content of an object, by name or position."""
-    if (scope := _get_scope(value)) is not None:
-        hidden = HIDDEN if isinstance(value, nn.Module) else ()
-        # Not by the methods of a subclass: that of transformers' lazy mappings imports all models.
-        items = dict.items(scope) if isinstance(scope, dict) else scope.items()
-        return {name: entry for name, entry in items if name not in hidden}
-    if isinstance(value, GlobalName):
-        return {value.name: value.scope.get(value.name, MISSING)}
-    if isinstance(value, CellType):
-        try:
-            return {"": value.cell_contents}
-        except ValueError:  # it is assigned later
-            return {}
-    if isinstance(value, type):
-        own = {name: entry for name, entry in vars(value).items() if not name.startswith("__")}
-        return {name: entry for name, entry in own.items() if not callable(entry)}
-    if isinstance(value, torch.Tensor):
-        return {"": 0 if value.is_inference() else value._version}
-    if isinstance(value, torch.Generator):
-        return {"": bytes(value.get_state().numpy())}
-    if is_private_generator(value):
-        return {"": repr(generator_state(value))}
-    if isinstance(value, count):
-        return {"": repr(value)}
-    if isinstance(value, numpy.ndarray):
-        return {"": value.tobytes() if value.nbytes <= LARGEST * 8 else b""}
-    return dict(enumerate(value)) if len(value) <= LARGEST else {"": len(value)}
-
-
-def _get_scope(value: Any) -> dict[Any, Any] | None:
-    """Return the dictionary of an object's attributes or entries."""
-    if isinstance(value, dict):
-        return value if dict.__len__(value) <= LARGEST else None
-    if isinstance(value, (type, GlobalName, torch.Tensor, torch.Generator, numpy.ndarray)):
-        return None
-    if isinstance(value, (list, tuple, set, deque, count, CellType)) or is_private_generator(value):
-        return None
-    attributes: dict[str, Any] = vars(value)
-    return attributes
-
-
-def _get_names(value: Any) -> dict[str, Any] | None:
-    """Return the dictionary of an object's names, or of those of a module."""
-    return value.scope if isinstance(value, GlobalName) else _get_scope(value)
-
-
 def _find_changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[Any]:
     """Return the names whose values differ."""
     names = dict.fromkeys((*before, *after))
@@ -470,18 +271,6 @@ def _is_same(one: Any, other: Any) -> bool:
     if type(one) in (tuple, list):
         return len(one) == len(other) and all(map(_is_same, one, other))
     return isinstance(one, ATOMS) and bool(one == other)
-
-
-def _describe_entry(holder: Holder, name: Any) -> str:
-    """Return the name of an entry of an object, for messages."""
-    value = holder.value
-    path = holder.path
-    if isinstance(value, GlobalName) or name == "":
-        return path
-    attribute = isinstance(value, type) or (
-        not isinstance(value, dict) and hasattr(value, "__dict__")
-    )
-    return f"{path}.{name}" if attribute else f"{path}[{name!r}]"
 
 
 def _assign(entries: Iterable[Assigned]) -> None:

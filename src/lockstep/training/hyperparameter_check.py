@@ -63,7 +63,6 @@ class HyperparameterCheck(StepHook):
     """
 
     name = "hyperparameters"
-    allows_groups = True
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.kernel.step_context import StepContext
 from lockstep.model.call_site import PACKAGES, is_code_of_user
 from lockstep.model.held_parameters import HOLDERS
-from lockstep.pipeline.python_state import Holder, find_reachable_from_frame
+from lockstep.model.reachable_objects import Holder, find_reachable_from_frame
 from lockstep.sharded_tensors import local_part
 
 __all__ = ["LoopWatch", "watch_loop"]
@@ -92,8 +92,14 @@ class LoopWatch:
 
 
 def watch_loop(step: StepContext, items: Any) -> Iterator[Any]:
-    """Yield the micro-batches of a step, from a generator, to a loop that is watched."""
-    watch = LoopWatch(step)
+    """Return the generator of the micro-batches of a step, watched in the first steps."""
+    if step.attempt.number < STEPS:
+        items = _watch(LoopWatch(step), items)
+    generator: Iterator[Any] = items
+    return generator
+
+
+def _watch(watch: LoopWatch, items: Any) -> Iterator[Any]:
     with closing(items):  # at once after `break`, before the step is undone
         for item in items:
             watch.begin()

@@ -216,8 +216,7 @@ class OnePass:
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
     ) -> Attempt | None:
         """Return a pass over micro-batches, if it is known that their bits are the same."""
-        is_observed = not all(observer.allows_groups for observer in step.observers)
-        if len(group) == 1 or is_observed or self._is_compared(step, group):
+        if len(group) == 1 or step.observers or self._is_compared(step, group):
             return None
         joined = self._joined.get(self._key(group))
         if joined is None:

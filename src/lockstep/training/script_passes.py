@@ -64,8 +64,7 @@ class ScriptPasses(OnePass):
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
     ) -> Trial | None:
         """Return what compares separate passes with one; None if it is not due."""
-        is_observed = not all(observer.allows_groups for observer in step.observers)
-        return None if is_observed else super().begin_trial(step, buffers, group)
+        return None if step.observers else super().begin_trial(step, buffers, group)
 
     def begin_pass(self, attempt: Attempt) -> ScriptPass:
         """Begin a pass, whose forward the script computes."""
