@@ -173,13 +173,19 @@ class CallAudit:
             with self._recording() as recorded:
                 recorded.end(list(output_tensors(outputs)))
 
-    def end_microbatch(self, inputs: Sequence[torch.Tensor | None] = ()) -> None:
-        """Record the results of the micro-batch, with the gradients of inputs that are known."""
+    def end_microbatch(
+        self, inputs: Sequence[torch.Tensor | None] = (), is_of_script: bool = True
+    ) -> None:
+        """Record the results of the micro-batch, with the gradients of inputs that are known.
+
+        A script may have written to gradients after its backward pass; a stage computes some
+        later than others.
+        """
         if self._is_chosen:
             with self._recording() as recorded:
                 if recorded is None:
                     raise CannotRepeatError("the model is not called in each micro-batch")
-                self._own = self._describe(recorded.finish(inputs), is_repeated=False)
+                self._own = self._describe(recorded.finish(inputs, is_of_script), is_repeated=False)
 
     @contextmanager
     def _recording(self) -> Iterator[Any]:

@@ -181,6 +181,7 @@ class _MicrobatchEnds(StepObserver):
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Note the end of the micro-batch of a stage."""
+        is_of_script = self._step.parallel.stages == 1
         for calls, audit in self._parts:
             if self._position() == (microbatch, calls.stage):
-                audit.end_microbatch(calls.input_gradients())
+                audit.end_microbatch(calls.input_gradients(), is_of_script)

@@ -190,11 +190,14 @@ class RecordedCall:
         gradients = [parameter.grad for parameter in self._named.values()]
         return [None if grad is None else (id(grad), grad._version) for grad in gradients]
 
-    def finish(self, inputs: Sequence[torch.Tensor | None] = ()) -> dict[str, int]:
+    def finish(
+        self, inputs: Sequence[torch.Tensor | None] = (), is_of_script: bool = True
+    ) -> dict[str, int]:
         """Return the hashes of the results, at the end of the backward pass.
 
         Args:
             inputs: The gradients of the inputs that require one; none if they are not known.
+            is_of_script: Whether a script may have written to the gradients since then.
 
         Raises:
             CannotRepeatError: The backward pass reaches the model in another way, too.
@@ -202,7 +205,7 @@ class RecordedCall:
         has_gradients = any(parameter.grad is not None for parameter in self._named.values())
         if self._reason or (has_gradients and not self._roots):
             raise CannotRepeatError(self._reason or HIDDEN)
-        if self._gradients_at_end not in (None, self._read_gradients()):
+        if is_of_script and self._gradients_at_end not in (None, self._read_gradients()):
             raise CannotRepeatError(
                 "gradients change between backward and the end of a micro-batch"
             )
