@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -228,6 +228,40 @@ def evaluation_disturbs_nothing() -> Outcome:
         digests.append((ls.digest(network), [number for number in drawn if number]))
     assert digests[0] == digests[1]
     return {"digests": digests}
+
+
+class Counting(nn.Module):
+    """Adds up its inputs, also in evaluations."""
+
+    lockstep_buffer_rules: ClassVar = {"total": "sum"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(6))
+        self.total: torch.Tensor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.total += inputs.detach().sum(0)
+        return inputs - 0.01 * self.total
+
+
+@loop
+def evaluation_leaves_buffers_alone() -> Outcome:
+    """They are written by each batch, of which a rank has some."""
+    accelerator, network = make_accelerator(), nn.Sequential(Counting(), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    model, optimizer, loader, held_out = accelerator.prepare(
+        network, optimizer, make_loader(), DataLoader(make_data(HELD_OUT), 4)
+    )
+    found = []
+    for inputs, targets in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    for inputs, _ in held_out:
+        with torch.no_grad():
+            found += accelerator.gather_for_metrics(model(inputs)).tolist()
+    return {"digest": ls.digest(network), "found": found}
 
 
 # --- Several models ----------------------------------------------------------------------------

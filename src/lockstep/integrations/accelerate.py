@@ -32,6 +32,7 @@ from lockstep.audit.audit_config import AuditConfig
 from lockstep.integrations.evaluation_loader import EvaluationLoader, evaluating
 from lockstep.integrations.loss_divisor import count_first_dimension
 from lockstep.integrations.microbatch_loader import MicrobatchLoader, find_gather
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.model.generator_states import set_global_states
 from lockstep.training.exact import Exact
@@ -403,6 +404,8 @@ class EvaluatedBatches(DataLoaderStateMixin):
         """Yield a batch per round."""
         self.begin()
         try:
+            models = {str(number): model for number, model in enumerate(self._accelerator._models)}
+            buffers = Buffers(models)
             with self._accelerator.evaluating(self):
                 rounds = self._loader.rounds()
                 current = next(rounds, None)
@@ -411,8 +414,8 @@ class EvaluatedBatches(DataLoaderStateMixin):
                     self.end_of_dataloader = following is None
                     data = _place(current.data, self._device)
                     self.size = 0 if current.is_repeated else count_first_dimension(data)
-                    self._loader.seed(current.number)
-                    yield data
+                    with self._loader.computing(current.number, buffers):
+                        yield data
                     current = following
         finally:
             self.end()

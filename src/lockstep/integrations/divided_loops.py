@@ -27,12 +27,13 @@ __all__ = ["DividedEvaluation", "DividedPrediction"]
 
 @contextmanager
 def computing(loop: Any, dataloader_idx: int, batch_idx: int) -> Iterator[None]:
-    """Compute a batch in the body: with its random numbers, without a trace in buffers."""
+    """Compute a batch of an evaluation in the body."""
     loader = loop._combined_loader.flattened[dataloader_idx]
     place = f"rank {find_rank()[0]}, evaluation batch {batch_idx}"
-    if isinstance(loader, EvaluationLoader):
-        loader.seed(batch_idx)
-    with CollectiveCallGuard(lambda: place), Buffers({"": loop.trainer.model}).preserve():
+    buffers = Buffers({"": loop.trainer.model})
+    is_ours = isinstance(loader, EvaluationLoader)
+    batch = loader.computing(batch_idx, buffers) if is_ours else buffers.preserve()
+    with CollectiveCallGuard(lambda: place), batch:
         yield
 
 

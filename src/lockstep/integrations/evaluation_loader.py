@@ -32,6 +32,7 @@ from lockstep.data.microbatch_sampler import LoadedHere, SeededIndices
 from lockstep.data.repeatability import describe_sample, select_positions
 from lockstep.data.samplers import draw_batches, validate_sampler
 from lockstep.integrations.microbatch_loader import find_gather, find_rank, rebuild_loader
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import DisagreementError, UsageError
 from lockstep.kernel.seeds import isolated, key, seed_all
 from lockstep.kernel.splitting import split_evenly
@@ -140,9 +141,12 @@ class EvaluationLoader:
         """Where Lightning looks for `set_epoch`."""
         return self
 
-    def seed(self, number: int) -> None:
-        """Seed the generators before the model computes a batch."""
+    @contextmanager
+    def computing(self, number: int, buffers: Buffers) -> Iterator[None]:
+        """Compute a batch in the body: with its random numbers, without a trace in buffers."""
         seed_all(key(self._seed, -1 - number), self._device)
+        with buffers.preserve():
+            yield
 
     def join(self, results: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results of the batches of all ranks in the order of the batches."""

@@ -313,11 +313,10 @@ class ExactTrainer(Trainer):
 
         def compute(number: int, inputs: Any) -> Results:
             place = f"rank {find_rank()[0]}, evaluation batch {number}"
-            loader.seed(number)
             kept = inputs[name] if "inputs" in settings.include_for_metrics else None
             size = count_first_dimension(inputs)
             guard = CollectiveCallGuard(lambda: place)
-            with self._as_one_process(), buffers.preserve(), guard:
+            with self._as_one_process(), loader.computing(number, buffers), guard:
                 values = predict(self.model, inputs, only_loss, ignore_keys)
             return Results(size, *map_tensors(torch.Tensor.cpu, (*values, kept)))
 
