@@ -165,7 +165,7 @@ class SlowOptimizer(torch.optim.SGD):
     """An optimizer that is slow on every rank."""
 
     def step(self, closure=None):
-        time.sleep(0.02)
+        time.sleep(0.02)  # the work that is measured: nothing waits for it
         return super().step(closure)
 
 
@@ -174,7 +174,7 @@ def train_loop_with_slow_rank(where: str, kind: str) -> list[list[list[float]]]:
 
     def sleep(here: str) -> None:
         if here == where and ls.rank() == 1:
-            time.sleep(0.1)
+            time.sleep(0.1)  # the delay that is measured: nothing waits for it
 
     lines = Lines()
     data = SlowData() if where == "data" else TensorDataset(torch.ones(4, 4), torch.ones(4).long())

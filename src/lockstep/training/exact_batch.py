@@ -120,8 +120,8 @@ class ExactBatch:
         if loop is None or loop.current is None:
             self._refuse("batch.backward(loss)")
         if self._samples is not None:
-            given = (share, weight, scaler, None if final else final, retain_graph or None)
-            if any(value is not None for value in given):
+            has_factor = any(value is not None for value in (share, weight, scaler))
+            if has_factor or retain_graph or not final:
                 raise UsageError(
                     f"{loop.place}: with together=True, batch.backward(losses) takes one loss per "
                     "sample, and no other argument"

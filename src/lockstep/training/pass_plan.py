@@ -28,6 +28,7 @@ __all__ = ["CannotJoin", "NotedCall", "PassPlan", "count_bytes", "plan_passes"]
 VECTORS = 64
 """Bytes of two vector registers, which elementwise kernels compute at once."""
 
+# The names of operators are the words of texts, which SIM905 would have as lists of strings: pages.
 VIEWS = frozenset(
     # The last two are of gradients: copies among zeros.
     """
