@@ -602,6 +602,10 @@ REFUSED: dict[str, tuple[tuple[int, ...], Callable[[], Outcome]]] = {
         (1, 2),
         lambda: fit(held_out=DataLoader(OwnGenerator(HELD_OUT), 4)),
     ),
+    r"fewer samples \(1\) than there are ranks \(2\)": (
+        (2,),
+        lambda: fit(train=DataLoader(Stream(SIZE * MICROBATCHES + 1), SIZE)),
+    ),
     "number of samples is 18, on rank 0 it is 17": ((2,), divide_by_rank),
     "no tensor with a gradient in the NoneType": (
         (1, 2),

@@ -170,6 +170,14 @@ class ReplicaShare:
         takes_turns = self.is_sharded and self.shards > 1
         return (assign_turns if takes_turns else assign_microbatches)(leaves, self.hosts)
 
+    def require_samples(self, samples: int) -> None:
+        """Raise LayoutError unless every rank has a micro-batch of a batch of `samples`."""
+        if samples < self.replicas:
+            raise LayoutError(
+                f"the last batch of an epoch has fewer samples ({samples}) than there are ranks "
+                f"({self.replicas}): pass drop_last=True, or change the batch_size"
+            )
+
     def require_turns(self, leaves: int, computed: int) -> None:
         """Raise LayoutError if replicas take turns, and some would compute nothing in one.
 

@@ -204,11 +204,7 @@ class EpochPlan:
     def require_enough(self, share: ReplicaShare) -> EpochPlan:
         """Return itself; LayoutError unless every rank has a micro-batch of the last batch."""
         spans = self.cut(len(self) - 1)
-        if len(spans) < share.replicas:
-            raise LayoutError(
-                f"the last batch of an epoch has {spans[-1].stop - spans[0].start} samples, fewer "
-                f"than the {share.replicas} ranks: pass drop_last=True, or change the batch_size"
-            )
+        share.require_samples(spans[-1].stop - spans[0].start)
         share.require_turns(len(spans), len(spans))
         return self
 
