@@ -12,6 +12,7 @@ from lockstep.comm.bucket import Bucket
 from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.comm.ipc_all_reduce import IpcAllReduce
 from lockstep.comm.native_all_reduce import NativeAllReduce, is_supported, native_backend
+from lockstep.comm.pair_all_reduce import PairAllReduce
 from lockstep.comm.piecewise_all_reduce import PIECE_BYTES, PiecewiseAllReduce
 from lockstep.comm.portable_all_reduce import GroupTransport, PortableAllReduce
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
@@ -65,6 +66,8 @@ def make_all_reduce(
     rank = dist.get_rank(group)
     if is_device_shared:
         return IpcAllReduce(SlicePlan(bucket, nodes_by_rank, leaves, rank), device, group)
+    if is_supported(device, bucket.dtype) and [len(nodes) for nodes in nodes_by_rank] == [1, 1]:
+        return PairAllReduce(bucket, device, group)
     if device.type == "cpu" and bucket.length * bucket.dtype.itemsize > PIECE_BYTES:
         return PiecewiseAllReduce(bucket, nodes_by_rank, leaves, device, group)
     plan = SlicePlan(bucket, nodes_by_rank, leaves, rank)

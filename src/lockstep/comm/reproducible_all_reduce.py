@@ -1,11 +1,12 @@
 """Reproducible all-reduce: a bucket is added over the ranks along the tree, on any backend.
 
 Each rank holds some nodes of the tree for every tensor of the bucket: one node if the ranks
-divide the leaves evenly, several otherwise. Five implementations do the same additions:
+divide the leaves evenly, several otherwise. Six implementations do the same additions:
 
     `native_all_reduce`     the backend "lockstep" on one host: in shared memory, without messages
     `hosts.all_reduce`      the same backend across hosts: whole subtrees of a host first
     `ipc_all_reduce`        ranks that share a device: in its memory
+    `pair_all_reduce`       two ranks with one node each, in memory of the CPU: torch's all-reduce
     `portable_all_reduce`   any other backend: all-to-all, add, all-gather
     `piecewise_all_reduce`  the same for large buckets in memory of the CPU, piece by piece
 
