@@ -55,7 +55,8 @@ void check_product(const Gemm& gemm, int64_t m, int64_t n, int64_t k, int layout
 
 TEST(products_are_chains_of_fused_multiply_adds) {
   const int64_t sizes[][3] = {{1, 1, 1},   {3, 5, 2},    {14, 32, 9}, {15, 33, 8},
-                              {29, 17, 3}, {2, 40, 260}, {40, 2, 11}, {180, 35, 5}};
+                              {29, 17, 3}, {2, 40, 260}, {40, 2, 11}, {180, 35, 5},
+                              {1, 16, 8},  {1, 150, 21}, {45, 1, 9}};
   for (const char* name : {"plain", "avx2", "avx512"}) {
     const Gemm* gemm = find_gemm(name);
     if (!gemm) continue;
@@ -65,6 +66,26 @@ TEST(products_are_chains_of_fused_multiply_adds) {
         check_product<double>(*gemm, m, n, k, layouts);
       }
   }
+}
+
+TEST(a_product_continues_the_sums_of_another) {
+  constexpr int64_t kHalf = 11, n = 45;
+  for (const int64_t m : {1, 3})
+    for (const bool by_column : {false, true}) {
+      Matrix<double> a(m, 2 * kHalf, false, 1), b(2 * kHalf, n, by_column, 2),
+          whole(m, n, false, 3), sums(m, n, false, 4);
+      Product product{DataType::f64,   m, n, 2 * kHalf, a.operand(), b.operand(), {nullptr, 0, 0},
+                      whole.operand(), 1, 0};
+      gemm().multiply(product);
+      product.k = kHalf;
+      product.result = sums.operand();
+      gemm().multiply(product);
+      product.a.data = &a.at(0, kHalf);
+      product.b.data = &b.at(kHalf, 0);
+      product.continues = true;
+      gemm().multiply(product);
+      CHECK(whole.values == sums.values);
+    }
 }
 
 TEST(blocks_of_a_product_are_the_product) {
