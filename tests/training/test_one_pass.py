@@ -442,8 +442,21 @@ def fail_late():
 
 
 def compare_limited():
-    with mock.patch.object(one_pass, "MOST_BYTES", 4 * 2 * (64 + 64 + 16) * 4):
-        return compare(JOINED["linear layers"], batches=[data()] * 8)
+    """Return the comparison, and the numbers of micro-batches in its passes."""
+    sizes = set()
+
+    def compute(self, step, buffers, group):
+        results = original(self, step, buffers, group)
+        if results is not None:
+            sizes.add(len(group))
+        return results
+
+    original = OnePass.compute
+    with (
+        mock.patch.object(one_pass, "MOST_BYTES", 4 * 2 * (64 + 64 + 16) * 4),
+        mock.patch.object(OnePass, "compute", compute),
+    ):
+        return compare(JOINED["linear layers"], batches=[data()] * 8), sizes
 
 
 def compare_limited_parts():
@@ -495,9 +508,10 @@ def test_a_pass_is_a_node_of_equal_micro_batches(samples, count, late):
 
 
 def test_a_pass_keeps_no_more_memory_than_it_may(late):
-    is_equal, count, note = late["limited"]
+    (is_equal, count, note), sizes = late["limited"]
     assert (is_equal, note) == (True, "")
-    assert count == 8 * 4  # steps 3, 4, 6 and 7, as two passes each
+    assert count == 8 * 4  # steps 3, 4, 6 and 7
+    assert sizes == {4}  # two passes each
 
 
 class Drawing(nn.Module):
@@ -600,7 +614,7 @@ def test_random_trainings_have_the_bits_of_separate_passes(first, last):
     assert passes > 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.stress), 3])
 def test_ranks_have_the_bits_of_one(ranks):
     def digests():
         torch.manual_seed(0)
