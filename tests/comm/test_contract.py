@@ -24,6 +24,7 @@ from lockstep.kernel.errors import LockstepError
 
 WIDTHS = (1, 2, 3, 4)
 GLOO_WIDTHS = (2,)  # the others are left to `make soak`
+ROUTES = {"small": 4, "shared": 3, "mixed": 2}  # ranks; other numbers are left to `make soak`
 ALWAYS = ("aba",)  # placements on hosts; the others are left to `make soak`
 LAUNCH = 100.0  # seconds for all cases of one launch
 
@@ -63,7 +64,9 @@ def launches() -> Iterator[Any]:
             route = backend.partition("-")[2]
             if PLACEMENTS.get(route, n) != n:
                 continue
-            is_repetition = n != 4 if route not in PLACEMENTS else route not in ALWAYS
+            is_repetition = (
+                n != ROUTES.get(route) if route not in PLACEMENTS else route not in ALWAYS
+            )
             is_repetition = bool(route) and is_repetition  # other routes of the same backend
             is_repetition |= backend == "gloo" and n not in GLOO_WIDTHS
             yield pytest.param(backend, n, marks=[pytest.mark.stress] * is_repetition)

@@ -40,6 +40,7 @@ constexpr bool kMayFork = true;
 #endif
 
 constexpr std::chrono::milliseconds kTestTimeout{60000};
+constexpr uint64_t kMiB = uint64_t{1} << 20;
 
 // Runs `body(group)` in a thread for each of `n` ranks. They share one mapping, so
 // that a sanitizer sees the same addresses from all of them.

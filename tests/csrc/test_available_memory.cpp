@@ -10,8 +10,6 @@ using namespace lockstep;
 
 namespace {
 
-constexpr uint64_t kMiB = uint64_t{1} << 20;
-
 // A temporary folder with a system's /proc and /sys.
 class System {
  public:

@@ -20,8 +20,6 @@ using namespace lockstep;
 
 namespace {
 
-constexpr uint64_t kMiB = uint64_t{1} << 20;
-
 // Measures the memory of a segment of this process, even after the segment is destroyed.
 class Witness {
  public:

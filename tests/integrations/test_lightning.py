@@ -100,7 +100,7 @@ def make_trainer(strategy: Any = None, **options: Any) -> Any:
     ):
         warnings.filterwarnings("ignore", message)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    options = {"max_epochs": 3, "enable_checkpointing": False, **quiet, **options}
+    options = {"max_epochs": 2, "enable_checkpointing": False, **quiet, **options}
     return pl.Trainer(
         accelerator="cpu",
         devices=ls.world_size(),
@@ -217,7 +217,7 @@ def shuffled_and_random_data_to_validate() -> Outcome:
     outcomes = []
     for workers in (0, 2):
         loader = DataLoader(data, 4, shuffle=True, collate_fn=noisy, num_workers=workers)
-        outcomes.append(fit(held_out=loader, max_epochs=2))
+        outcomes.append(fit(held_out=loader))
     assert outcomes[0] == outcomes[1]
     return outcomes[0]
 
@@ -288,7 +288,7 @@ def values_of_steps() -> Outcome:
 
     recorder = Recorder()
     outcome = fit(callbacks=[recorder])
-    assert [index for index, *_ in recorder.seen] == 3 * [0, 1, 2, 3]
+    assert [index for index, *_ in recorder.seen] == 2 * [0, 1, 2, 3]
     return outcome | {"seen": recorder.seen}
 
 
@@ -299,7 +299,7 @@ def values_of_steps() -> Outcome:
 def a_schedule_from_the_number_of_steps() -> Outcome:
     def configure_optimizers(self: Any) -> Any:
         steps = self.trainer.estimated_stepping_batches
-        assert steps == 12
+        assert steps == 8
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
         cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=int(steps))
         return [optimizer], [{"scheduler": cycle, "interval": "step"}]
@@ -326,7 +326,7 @@ def validation_within_an_epoch() -> Outcome:
         with TemporaryDirectory() as folder:
             saving = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2)
             options = {"callbacks": [saving], "enable_checkpointing": True}
-            outcome = fit(val_check_interval=interval, max_epochs=2, **options)
+            outcome = fit(val_check_interval=interval, **options)
             scores = sorted(float(score).hex() for score in saving.best_k_models.values())
             outcomes.append(outcome | {"scores": scores})
     return {"outcomes": outcomes}
@@ -342,7 +342,7 @@ def limited_batches() -> Outcome:
         {"max_steps": 5},
         {"limit_val_batches": 0},
     ]
-    return {"outcomes": [fit(max_epochs=2, **each) for each in options]}
+    return {"outcomes": [fit(**each) for each in options]}
 
 
 @training
@@ -413,7 +413,6 @@ def iterable_datasets() -> Outcome:
         fit(
             train=DataLoader(kind(SAMPLES), SIZE, num_workers=workers),
             held_out=DataLoader(Stream(HELD_OUT), 4),
-            max_epochs=2,
         )
         for kind, workers in [(Stream, 0), (SizedStream, 2)]
     ]

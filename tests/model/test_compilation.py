@@ -100,8 +100,8 @@ def test_uneven_micro_batches_have_the_same_bits_in_every_layout(ranks):
         return train((22, 14), "whole"), train((22, 14), "in place")
 
     (plain,) = ranks(train, 1, (22, 14), "")
-    found = [each for n in (1, 2, 4) for each in ranks(train_both, n)]
-    assert found == [(plain, plain)] * 7
+    found = [each for n in (1, 3) for each in ranks(train_both, n)]
+    assert found == [(plain, plain)] * 4
 
 
 def test_calls_of_one_rank_between_steps_change_no_bit(ranks):

@@ -44,7 +44,7 @@ def build(model=None, loss=nn.functional.cross_entropy, **options):
 # --- one outcome for every number of ranks ----------------------------------------------------
 
 training = Trainings()
-outcomes = training.make_fixture(1, 2, 3)
+outcomes = training.make_fixture(1, 3)
 
 
 @training

@@ -60,12 +60,18 @@ def specified():
     return found
 
 
-def groups():
-    """Return the groups of all ranks to train on, or None for a model that is not wrapped."""
+STRESS = pytest.mark.stress
+
+
+def groups(sizes):
+    """Return the groups of all ranks to train on, or None for a model that is not wrapped.
+
+    With one of these numbers of ranks, there is also a group of Gloo.
+    """
     yield "default", dist.group.WORLD
     if dist.get_world_size() == 1:
         yield "not wrapped", None
-    elif dist.get_backend() != "gloo":
+    elif dist.get_world_size() in sizes and dist.get_backend() != "gloo":
         yield "gloo", dist.new_group(backend="gloo")
 
 
@@ -81,7 +87,7 @@ def train(exact, called, loader, optimizer, loss):
 def trained_cases():
     """Return the digest of each case after a loop with `ls.exact`, by the name of the group."""
     found = {}
-    for name, group in groups():
+    for name, group in groups((2, 3)):
         for case in models.CASES:
             model, data, loss = prepared(case)
             options = OPTIONS.get(case, {})
@@ -102,9 +108,12 @@ def expected():
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_a_loop_has_the_bits_of_the_specification(ranks, expected, n):
-    for found in ranks(trained_cases, n):
+@pytest.mark.parametrize(
+    ("n", "backend"),
+    [(1, None), (2, None), (3, None), (4, None), pytest.param(4, "gloo", marks=STRESS)],
+)
+def test_a_loop_has_the_bits_of_the_specification(ranks, expected, n, backend):
+    for found in ranks(trained_cases, n, backend=backend):
         for (group, case), digest in found.items():
             assert digest == expected[case], (group, case)
 
@@ -304,7 +313,7 @@ LOOPS = {
 def trained_loops():
     """Return the digests of the models of each loop, and what is drawn after it."""
     found = {}
-    for name, group in groups():
+    for name, group in groups((3,)):
         for loop, train_loop in LOOPS.items():
             torch.manual_seed(0)
             random.seed(0)
@@ -316,16 +325,27 @@ def trained_loops():
 
 
 @pytest.fixture(scope="module")
-def alone():
-    (found,) = pytest_lockstep.run(trained_loops, ranks=1)
-    return {loop: value for (name, loop), value in found.items() if name == "not wrapped"}
+def alone(ranks):
+    """The results on one rank: of models that are not wrapped, and of others."""
+    (found,) = ranks(trained_loops, 1)
+    return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_width_has_the_bits_of_one_process(ranks, alone, n):
-    for found in ranks(trained_loops, n):
+@pytest.mark.parametrize(
+    ("n", "backend"),
+    [
+        (1, None),
+        (2, None),
+        (3, None),
+        (4, None),
+        pytest.param(2, "gloo", marks=STRESS),
+        pytest.param(4, "gloo", marks=STRESS),
+    ],
+)
+def test_every_width_has_the_bits_of_one_process(ranks, alone, n, backend):
+    for found in [alone] if n == 1 else ranks(trained_loops, n, backend=backend):
         for (group, loop), value in found.items():
-            assert value == alone[loop], (group, loop)
+            assert value == alone["not wrapped", loop], (group, loop)
 
 
 def compiled(group, outside):

@@ -19,7 +19,7 @@ import pytest_lockstep
 from lockstep.training import model_setup, one_pass, pass_plan
 from lockstep.training.one_pass import OnePass
 
-STEPS = 5  # of which the steps 0, 1 and 2 compare, and the others are computed in one pass
+STEPS = 4  # of which the steps 0, 1 and 2 compare, and the last one is computed in one pass
 SAMPLES, FEATURES, CLASSES = 16, 64, 16
 
 
@@ -422,50 +422,96 @@ class Late(torch.utils.data.Dataset):
             yield data()
 
 
+LATE = {
+    "mean": lambda x: x - x.mean(0),
+    "tanh": lambda x: x.tanh(),
+    "fails": lambda x: x[:, 99],
+}
+
+
+def change_late(change, *, is_joined):
+    torch.manual_seed(0)
+    model = Changes(LATE[change])
+    return train(model, Late(model, 4), is_joined=is_joined)
+
+
+def fail_late():
+    with pytest.raises(IndexError, match="index 99 is out of bounds") as raised:
+        change_late("fails", is_joined=True)
+    return raised.value.__notes__
+
+
+def compare_limited():
+    """Return the comparison, and the numbers of micro-batches in its passes."""
+    sizes = set()
+
+    def compute(self, step, buffers, group):
+        results = original(self, step, buffers, group)
+        if results is not None:
+            sizes.add(len(group))
+        return results
+
+    original = OnePass.compute
+    with (
+        mock.patch.object(one_pass, "MOST_BYTES", 4 * 2 * (64 + 64 + 16) * 4),
+        mock.patch.object(OnePass, "compute", compute),
+    ):
+        return compare(JOINED["linear layers"], batches=[data()] * 8), sizes
+
+
+def compare_limited_parts():
+    with mock.patch.object(pass_plan, "MOST_PARTS", 8 * 64 * 64 * 4):
+        return [compare(SHARED[name]) for name in ("tied weights", "a mean of two parameters")]
+
+
+def compare_drawing_losses():
+    make = DRAWING["dropout in a block that is called twice"]
+    return compare(make, loss=Drawing())
+
+
+@pytest.fixture(scope="module")
+def late():
+    """What models and passes do that are special in one way, computed in one process."""
+
+    def compare_all():
+        make = JOINED["linear layers"]
+        found = {n: compare(make, batches=[data(n)] * 5) for n in (19, 3, 8, 16)}
+        for change in ("mean", "tanh"):
+            found[change] = [change_late(change, is_joined=each) for each in (False, True)]
+        return found | {
+            "notes": fail_late(),
+            "limited": compare_limited(),
+            "limited parts": compare_limited_parts(),
+            "drawing losses": compare_drawing_losses(),
+        }
+
+    return on_portable_ranks(compare_all)[0]
+
+
 @pytest.mark.parametrize("change", ["mean", "tanh"])
-def test_operators_that_were_not_called_before_are_noticed(change):
-    def change_late():
-        def run(is_joined):
-            torch.manual_seed(0)
-            model = Changes(lambda x: x - x.mean(0) if change == "mean" else x.tanh())
-            return train(model, Late(model, 4), is_joined=is_joined)
-
-        return run(False), run(True)
-
-    ((*separate, _, _), (*joined, count, note)) = on_portable_ranks(change_late)[0]
+def test_operators_that_were_not_called_before_are_noticed(change, late):
+    ((*separate, _, _), (*joined, count, note)) = late[change]
     assert separate == joined
     assert note == f"aten::{change} was not called as in the first step"
     # Step 3; step 4 is computed separately; 5 compares; 6 and 7 are joined if it can be.
     assert count == (8 if change == "mean" else 8 + 2 * 8)
 
 
-def test_an_error_is_that_of_a_separate_pass():
-    def fail():
-        model = Changes(lambda x: x[:, 99])
-        with pytest.raises(IndexError, match="index 99 is out of bounds") as raised:
-            train(model, Late(model, 4), is_joined=True)
-        return raised.value.__notes__
-
-    assert on_portable_ranks(fail)[0] == ["in rank 0, step 4, micro-batch 0"]
+def test_an_error_is_that_of_a_separate_pass(late):
+    assert late["notes"] == ["in rank 0, step 4, micro-batch 0"]
 
 
 @pytest.mark.parametrize(("samples", "count"), [(19, 6), (3, 3), (8, 8), (16, 8)])
-def test_a_pass_is_a_node_of_equal_micro_batches(samples, count):
-    def compare_sizes():
-        return compare(JOINED["linear layers"], batches=[data(samples)] * 6)
-
+def test_a_pass_is_a_node_of_equal_micro_batches(samples, count, late):
     # 19 samples: 3 3 3 2 2 2 2 2, of which 0-1 and 4-7 are alike.
-    assert on_portable_ranks(compare_sizes)[0] == (True, count * 2, "")
+    assert late[samples] == (True, count * 2, "")
 
 
-def test_a_pass_keeps_no_more_memory_than_it_may():
-    def compare_limited():
-        with mock.patch.object(one_pass, "MOST_BYTES", 4 * 2 * (64 + 64 + 16) * 4):
-            return compare(JOINED["linear layers"], batches=[data()] * 8)
-
-    is_equal, count, note = on_portable_ranks(compare_limited)[0]
+def test_a_pass_keeps_no_more_memory_than_it_may(late):
+    (is_equal, count, note), sizes = late["limited"]
     assert (is_equal, note) == (True, "")
-    assert count == 8 * 4  # steps 3, 4, 6 and 7, as two passes each
+    assert count == 8 * 4  # steps 3, 4, 6 and 7
+    assert sizes == {4}  # two passes each
 
 
 class Drawing(nn.Module):
@@ -475,21 +521,18 @@ class Drawing(nn.Module):
         return F.cross_entropy(F.dropout(outputs, 0.2), targets)
 
 
-def test_a_loss_draws_after_the_last_call_of_a_block():
-    def compare_losses():
-        make = DRAWING["dropout in a block that is called twice"]
-        return compare(make, loss=Drawing())
-
-    assert on_portable_ranks(compare_losses)[0] == (True, 8 * (STEPS - 3), "")
+def test_a_loss_draws_after_the_last_call_of_a_block(late):
+    assert late["drawing losses"] == (True, 8 * (STEPS - 3), "")
 
 
-def test_several_threads_have_the_bits_of_one():
+@pytest.mark.parametrize("several", [3, pytest.param(2, marks=pytest.mark.stress)])
+def test_several_threads_have_the_bits_of_one(several):
     names = ["GELU", "convolutions", "attention", "RMS norm", "dropout in blocks"]
 
     def train_all():
         batches = [data(1024)] * STEPS  # of several pieces, so that threads divide tensors
         found = {}
-        for threads in (1, 2, 3):
+        for threads in (1, several):
             torch.set_num_threads(threads)
             for name in names:
                 torch.manual_seed(0)
@@ -504,12 +547,8 @@ def test_several_threads_have_the_bits_of_one():
         assert count == (8 * (STEPS - 3) if threads > 1 else 0), (name, threads)
 
 
-def test_gradients_that_are_changed_keep_no_more_memory_than_they_may():
-    def compare_limited():
-        with mock.patch.object(pass_plan, "MOST_PARTS", 8 * 64 * 64 * 4):
-            return [compare(SHARED[name]) for name in ("tied weights", "a mean of two parameters")]
-
-    tied, mean = on_portable_ranks(compare_limited)[0]
+def test_gradients_that_are_changed_keep_no_more_memory_than_they_may(late):
+    tied, mean = late["limited parts"]
     refusal = "the gradients of parameters that are used twice take too much memory"
     assert tied == (True, 0, refusal)
     assert mean == (True, 8 * (STEPS - 3), "")
@@ -575,7 +614,7 @@ def test_random_trainings_have_the_bits_of_separate_passes(first, last):
     assert passes > 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.stress), 3])
 def test_ranks_have_the_bits_of_one(ranks):
     def digests():
         torch.manual_seed(0)

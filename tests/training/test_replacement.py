@@ -147,7 +147,7 @@ def test_two_trainers_and_a_kill_before_there_are_any(tmp_path, undisturbed):
     [
         ({"stages": 2}, 4, 2, "members 0 and 1"),
         ({"storage": "sharded"}, 2, 1, "members 0 and 1"),
-        ({"storage": "sharded"}, 1, 2, "member 0"),
+        pytest.param({"storage": "sharded"}, 1, 2, "member 0", marks=pytest.mark.stress),
     ],
 )
 def test_another_number_of_ranks_costs_no_step(

@@ -469,18 +469,25 @@ def read_losses(folder):
     return [value.hex() for value in run.steps.loss.tolist()], epochs, logged
 
 
-def halves():
-    """Return every script twice: every second interruption, the last one too, and the others."""
-    for script, (function, *_) in enumerate(SCRIPTS):
-        name = function.__name__
-        yield pytest.param(script, 0, id=name)
-        yield pytest.param(script, 1, id=f"{name}, otherwise", marks=pytest.mark.stress)
+def parts():
+    """Return every script twice: some interruptions, the last one too, and the others.
+
+    Those are every third one of a script with many, except of that which uses all layouts, and
+    otherwise every second one.
+    """
+    for script, (function, layouts, _, stops) in enumerate(SCRIPTS):
+        name, last = function.__name__, len(stops) - 1
+        period = 3 if len(stops) > 4 and layouts is not ANY else 2
+        some = [number for number in range(len(stops)) if (last - number) % period == 0]
+        others = [number for number in range(len(stops)) if number not in some]
+        yield pytest.param(script, some, id=name)
+        yield pytest.param(script, others, id=f"{name}, otherwise", marks=pytest.mark.stress)
 
 
-@pytest.mark.parametrize(("script", "half"), [*halves()])
-def test_interrupted_anywhere_and_resumed_in_another_layout(ranks, tmp_path, script, half):
+@pytest.mark.parametrize(("script", "numbers"), [*parts()])
+def test_interrupted_anywhere_and_resumed_in_another_layout(ranks, tmp_path, script, numbers):
     function, layouts, count, stops = SCRIPTS[script]
-    chosen = [(n, each) for n, each in enumerate(stops) if (len(stops) - 1 - n) % 2 == half]
+    chosen = [(number, stops[number]) for number in numbers]
     (expected,) = ranks(play, 1, function, str(tmp_path / "whole"), {})
     assert expected[2] == count
     losses = read_losses(tmp_path / "whole")

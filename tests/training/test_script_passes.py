@@ -140,7 +140,7 @@ def test_micro_batches_together_have_the_bits_of_separate_ones(name, alone):
     assert bool(note) == bool(expected)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.stress), 3])
 def test_ranks_have_the_bits_of_one(ranks, alone):
     for found in on_portable_ranks(train_all, ranks):
         for name in [*CASES, "uneven"]:

@@ -312,7 +312,7 @@ def train_all():
 
 @pytest.fixture(scope="module")
 def trained(ranks):
-    return {n: ranks(train_all, n) for n in (1, 2, 3)}
+    return {n: ranks(train_all, n) for n in (1, 3)}
 
 
 @pytest.mark.parametrize("loop", [*TRAINER, *OWN], ids=lambda loop: loop.__name__)

@@ -70,7 +70,7 @@ def classifier(model=None, optimizer=SGD, **options):
 # --- one outcome for every number of ranks ----------------------------------------------------
 
 training = Trainings()
-outcomes = training.make_fixture(1, 2, 3)
+outcomes = training.make_fixture(1, 3)
 
 
 @training

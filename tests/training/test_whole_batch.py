@@ -264,7 +264,7 @@ def ranks_without_micro_batches_get_the_rows_of_the_others():
     return trainer.digest()
 
 
-outcomes = training.make_fixture(1, 2, 3)
+outcomes = training.make_fixture(1, 3)
 test_outcomes = training.make_test()
 
 

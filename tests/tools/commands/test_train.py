@@ -163,13 +163,20 @@ def test_a_machine_without_portable_bits_trains_nevertheless(monkeypatch, capsys
         digits._join(replace(options, portable=True))
 
 
-def test_the_digests_are_among_the_last_lines(tmp_path):
-    status, output = train("digits", *FEW_STEPS, "--runs", tmp_path, "--name", "mine")
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    """A run of few steps: its folder, the digest of its weights, and what was printed."""
+    folder = tmp_path_factory.mktemp("few") / "mine"
+    status, output = train("digits", *FEW_STEPS, "--runs", folder.parent, "--name", "mine")
     assert status == 0
-    weights = load_file(tmp_path / "mine" / "weights.safetensors")
-    assert ls.digest(weights) in output.splitlines()[-2]
+    return folder, ls.digest(load_file(folder / "weights.safetensors")), output
+
+
+def test_the_digests_are_among_the_last_lines(mine):
+    folder, digest, output = mine
+    assert digest in output.splitlines()[-2]
     assert "optimizer state and of the weights" in output.splitlines()[-1]
-    header = read_run(tmp_path / "mine").header
+    header = read_run(folder).header
     assert (
         header["optimizer"].items() >= {"class": "SGD", "momentum": 0.9, "nesterov": False}.items()
     )
@@ -185,36 +192,34 @@ def launched(folder, *arguments):
     return found
 
 
-def test_ranks_of_a_launch_train_as_its_ranks(tmp_path, capfd):
+def test_ranks_of_a_launch_train_as_its_ranks(tmp_path, capfd, mine):
     folder = launched(tmp_path / "runs", "digits", *map(str, FEW_STEPS), "--json", "-q")
     printed = [line for line in capfd.readouterr().out.splitlines() if line]
     assert len(printed) == 1, "rank 0 alone prints the summary"
     summary = json.loads(printed[0].removeprefix("[0] "))
-    _, output = train("digits", *FEW_STEPS, "--json", "--runs", tmp_path)
-    alone = json.loads(output.splitlines()[-1])
-    assert summary["digest"] == alone["digest"]
+    _, digest, _ = mine
+    assert summary["digest"] == digest
     assert summary["world_size"] == 2
     assert summary["run"] == os.path.relpath(folder)
     assert (folder / "weights.safetensors").exists()
     run = read_run(folder)
-    assert run.end["digest"] == alone["digest"]
+    assert run.end["digest"] == digest
     assert (run.header["recipe"], run.layout["world_size"]) == ("digits", 2)
 
 
-def test_an_elastic_run_prints_the_summary_last_and_can_be_resumed(tmp_path):
-    _, output = train("digits", *FEW_STEPS, "--json", "--runs", tmp_path, "--name", "plain")
-    plain = json.loads(output.splitlines()[-1])
+def test_an_elastic_run_prints_the_summary_last_and_can_be_resumed(tmp_path, mine, undisturbed):
+    _, digest, _ = mine
     elastic = ("digits", *FEW_STEPS, "--min", 1, "--max", 2, "--json", "--runs", tmp_path)
     status, output = train(*elastic, "--name", "elastic")
     assert status == 0
     summary = json.loads(output.splitlines()[-1])
-    assert summary.keys() == plain.keys()
-    assert summary["digest"] == plain["digest"]
+    assert summary.keys() == undisturbed.keys()
+    assert summary["digest"] == digest
     assert summary["world_size"] == 2
     assert Path(summary["run"]).resolve() == (tmp_path / "elastic").resolve()
     status, output = train("--resume", tmp_path / "elastic", "--min", 1, "--json")
     again = json.loads(output.splitlines()[-1])
-    assert (again["digest"], again["resumed_from_step"]) == (plain["digest"], 9)
+    assert (again["digest"], again["resumed_from_step"]) == (digest, 9)
 
 
 def test_the_command_line_of_a_rank_has_the_same_options():
@@ -263,20 +268,20 @@ def test_a_mistake_gets_one_sentence_and_its_exit_status(tmp_path, arguments, st
     assert "Traceback" not in message
 
 
-def test_a_name_that_is_taken_is_refused_and_nothing_is_lost(tmp_path):
-    assert train("digits", *FEW_STEPS, "--runs", tmp_path, "--name", "mine")[0] == 0
-    before = (tmp_path / "mine" / "record.jsonl").read_bytes()
-    status, message = train("digits", *FEW_STEPS, "--runs", tmp_path, "--name", "mine")
+def test_a_name_that_is_taken_is_refused_and_nothing_is_lost(mine):
+    folder, _, _ = mine
+    before = (folder / "record.jsonl").read_bytes()
+    status, message = train("digits", *FEW_STEPS, "--runs", folder.parent, "--name", "mine")
     assert status in (1, 2)
     assert "already holds the record of a run" in message
-    assert (tmp_path / "mine" / "record.jsonl").read_bytes() == before
+    assert (folder / "record.jsonl").read_bytes() == before
 
 
 def test_a_full_disk_ends_the_record_but_not_the_training(tmp_path):
-    """No file may grow beyond 110 KiB: the weights fit, the record of 720 steps does not."""
+    """No file may grow beyond 110 KiB: the weights fit, the record of 360 steps does not."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (110 << 10, 110 << 10))"
     program = f"{limit}; from lockstep.cli import main; main()"
-    command = [sys.executable, "-c", program, "train", "digits", "--epochs", "2"]
+    command = [sys.executable, "-c", program, "train", "digits", "--epochs", "1"]
     command += ["--batch-size", "4", "--microbatches", "1", "--json", "-q"]
     command += ["--name", "mine", "--runs", str(tmp_path)]
     outcome = warm.run(command, timeout=100, text=True)
