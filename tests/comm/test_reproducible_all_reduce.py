@@ -7,8 +7,10 @@ import torch
 
 from lockstep.comm import backend as native
 from lockstep.comm.bucket import plan
+from lockstep.comm.make_all_reduce import make_all_reduce
 from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.native_all_reduce import NativeAllReduce, native_backend
+from lockstep.comm.pair_all_reduce import PairAllReduce
 from lockstep.comm.piecewise_all_reduce import PiecewiseAllReduce
 from lockstep.comm.portable_all_reduce import PortableAllReduce
 from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
@@ -80,6 +82,18 @@ def test_a_large_bucket_needs_messages_for_few_pieces(rank, monkeypatch):
     assert (sums[0].unique().item(), sums[1].unique().item()) == (3, 6)
     assert max(on_their_way) == 2
     assert not any("_received" in vars(piece) or "_rows" in vars(piece) for piece in added._pieces)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_two_ranks_with_a_node_each_add_where_the_gradients_are(rank):
+    (bucket,) = plan([5], [torch.float32], 1 << 20)
+    node = rank, rank + 1
+    added = make_all_reduce(bucket, [[(0, 1)], [(1, 2)]], 2, torch.device("cpu"))
+    assert type(added) is PairAllReduce
+    value = added.destination(node, bucket.members[0]).fill_(1.0 + rank)
+    ((_, found),) = reproducible_all_reduce([added], {node: [value]})
+    assert found.data_ptr() == value.data_ptr()
+    assert found.tolist() == [3.0] * 5
 
 
 @pytest.mark.parametrize(

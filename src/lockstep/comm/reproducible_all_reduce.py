@@ -64,8 +64,8 @@ class ReproducibleAllReduce(ABC):
         """Return the destination of a value of one of this rank's nodes, or None.
 
         The destination is a vector of the member's length, aligned to 64 bytes. `launch` does not
-        copy values that are already there. Only the backend "lockstep" has destinations; the
-        destinations of the first node later hold the sums.
+        copy values that are already there. Only the backend "lockstep" has destinations, and two
+        ranks with one node each; the destinations of the first node later hold the sums.
         """
         return None
 

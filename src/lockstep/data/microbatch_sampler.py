@@ -30,7 +30,7 @@ from lockstep.data.epoch_order import EpochOrder, epoch_permutation
 from lockstep.data.repeatability import is_checked, select_positions
 from lockstep.data.repeated_epoch import describe_repetition
 from lockstep.data.samplers import draw_batches, draw_indices, validate_sampler
-from lockstep.kernel.errors import DatasetError, LayoutError
+from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import key, remembered, seed_all
 from lockstep.kernel.splitting import count_microbatches, split_evenly
 from lockstep.messages import log

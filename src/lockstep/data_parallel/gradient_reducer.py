@@ -16,6 +16,9 @@ memory, where the reproducible sum reads it and is stored in its place:
     to add it over ranks       in place                          those of the backend
     to write the sum           none: `.grad` is a view           none: `.grad` is a view
 
+Two ranks on another backend that hold one node each save the copy, too: they add in place
+(`lockstep.comm.pair_all_reduce`).
+
 The members of the buckets are known before the step: the parameters that got a gradient
 on some rank in the previous step, which all ranks know from the masks that they exchanged.
 If they are few and small, they are sent with the statuses of the ranks (`pack`). Other
