@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call, vmap
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -282,6 +283,26 @@ def test_a_part_that_is_called_after_backward_is_no_fault(repetitions):
                     model.layers[0](inputs)
 
     with pytest.warns(UserWarning, match="buffers change between backward and the end"):
+        train_once()
+    assert repetitions == []
+
+
+def test_a_model_that_vmap_calls_is_not_audited(repetitions):
+    model = nn.Sequential(nn.Linear(6, 3))
+    exact = ls.exact(model, microbatches=MICROBATCHES, loggers=())
+    tensors = dict(model.named_parameters())
+
+    def compute(one, target):
+        return F.cross_entropy(functional_call(model, tensors, (one[None],)), target[None])
+
+    def train_once():
+        for batch in exact.batches(
+            TensorDataset(torch.randn(20, 6), torch.arange(20) % 3), batch_size=20
+        ):
+            for inputs, targets in batch:
+                batch.backward(vmap(compute)(inputs, targets).mean())
+
+    with pytest.warns(UserWarning, match="a transform of torch.func, such as vmap, calls"):
         train_once()
     assert repetitions == []
 

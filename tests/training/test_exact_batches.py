@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
+from lockstep.kernel.errors import UsageError
 
 SEED, MICROBATCHES = 11, 4
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -243,3 +244,46 @@ def test_a_scaler_begins_with_a_loss_without_weight(ranks):
 
 def test_a_rank_without_a_micro_batch_knows_that_losses_are_scaled(ranks):
     assert [math.isfinite(norm) for norm in ranks(overflow_on_the_first_rank, 2)] == [False] * 2
+
+
+def clip_each_microbatch():
+    """Clip in the loop over a batch, beside gradients that are sent during backward."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exact = ls.exact(model, optimizer, MICROBATCHES, audit=False)
+    for _ in range(3):
+        for batch in exact.batches(rows(), 16):
+            for inputs, targets in batch:
+                batch.backward(nn.functional.cross_entropy(model(inputs), targets))
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def say_why_it_ends():
+    with pytest.raises(UsageError) as caught:
+        clip_each_microbatch()
+    return str(caught.value)
+
+
+def test_gradients_that_the_loop_changes_are_refused_where_some_are_sent_early(ranks):
+    first, second = ranks(say_why_it_ends, 2)
+    assert "micro-batch 0: the gradients were changed between backward and the end" in first
+    assert "micro-batch 2: the gradients were changed between backward and the end" in second
+
+
+def draw_between_steps():
+    """Draw the strength of mixup once per batch, from generators with a seed of this rank."""
+    model = network()
+    torch.manual_seed(ls.rank())
+    exact = ls.exact(model, microbatches=MICROBATCHES, loggers=[])
+    for batch in exact.batches(rows(), 16):
+        strength = float(torch.rand(()))
+        for inputs, _ in batch:
+            batch.backward(model(inputs).square().mean() * strength)
+        model.zero_grad()
+
+
+def test_ranks_that_draw_other_numbers_between_steps_are_named_once(ranks, capfd):
+    ranks(draw_between_steps, 2)
+    assert capfd.readouterr().err.count("differ between the ranks: if the training depends") == 1

@@ -94,6 +94,8 @@ class RecordedCall:
             for name, parameter in module.named_parameters(prefix)
         }
         self._arguments = arguments
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CannotRepeatError("a transform of torch.func, such as vmap, calls the model")
         for value in tree_leaves(arguments):
             if not isinstance(value, PLAIN):
                 raise CannotRepeatError(f"an input of the model is a {type(value).__name__}")

@@ -53,6 +53,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.sharded_tensors import is_sharded
+from lockstep.training.draws_check import DrawsCheck
 from lockstep.training.engine import Engine, EngineOptions
 from lockstep.training.exact import Exact
 from lockstep.training.given_weights import GivenWeights
@@ -465,6 +466,6 @@ def _set_up(
         executor=executor,
         state_check=state_check,
         settings=settings,
-        checks=[hyperparameters, state_check],
+        checks=[hyperparameters, state_check, DrawsCheck(parallel.device)],
     )
     return setup, gradients

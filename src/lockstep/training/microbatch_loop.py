@@ -143,6 +143,7 @@ class MicrobatchLoop:
         self.current: ComputedMicrobatch | None = None
         self.is_skipped = False
         self._watched = -1  # the micro-batch in whose backward buckets are launched
+        self._noted: list[tuple[int, int]] | None = None  # gradients after backward
         self._has_buffers = bool(buffers.slots)
         self._is_on_cpu = parallel.device_type == "cpu"
         self._autocast = NOTHING if parallel.autocast_dtype is None else parallel.autocast()
@@ -273,8 +274,10 @@ class MicrobatchLoop:
             if not self.current.losses:
                 raise UsageError(
                     f"{self.place}: step.backward(loss) was not called: write it instead of "
-                    "loss.backward()"
+                    "loss.backward(), in the body of the loop over the micro-batches, before the "
+                    "next one is requested, as list(batch) or unpacking a batch does"
                 )
+            self._require_gradients()
             self.end()
         self.close_sums()
 
@@ -370,6 +373,22 @@ class MicrobatchLoop:
         self.current = None
         self.place = self._first_place
 
+    def _require_gradients(self) -> None:
+        """Refuse a body that has written to gradients, if some are sent while backward runs."""
+        noted = self._noted
+        self._noted = None
+        if noted is not None and noted != self._read_gradients():
+            raise UsageError(
+                f"{self.place}: the gradients were changed between backward and the end of the "
+                "micro-batch, while those of the last micro-batch are sent to other ranks during "
+                "backward: change or clip them after the loop over the batch, or scale the loss"
+            )
+
+    def _read_gradients(self) -> list[tuple[int, int]]:
+        """Return what changes if something writes to the gradients or replaces them."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return [(id(grad), 0 if grad is None else grad._version) for grad in gradients]
+
     def close_sums(self) -> None:
         """End the sums after this rank's last micro-batch."""
         if self._is_rest:
@@ -423,11 +442,15 @@ class MicrobatchLoop:
         if not is_watched and not torch.is_autocast_enabled(self.parallel.device_type):
             start, gradient = self.roots.find(loss if root is None else root, share)
             run_backward(start, gradient, retain_graph)
+            if self._watched >= 0:
+                self._noted = self._read_gradients()
             return
         with self.parallel.without_autocast():
             start, gradient = self.roots.find(loss if root is None else root, share)
             with self.gradients.watch_backward(start, index) if is_watched else NOTHING:
                 run_backward(start, gradient, retain_graph)
+        if self._watched >= 0:
+            self._noted = self._read_gradients()
 
     def note_loss(self, loss: torch.Tensor, share: float) -> None:
         """Note a loss of the current micro-batch, and its share in that of the batch."""
