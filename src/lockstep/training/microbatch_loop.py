@@ -277,7 +277,8 @@ class MicrobatchLoop:
                     "loss.backward(), in the body of the loop over the micro-batches, before the "
                     "next one is requested, as list(batch) or unpacking a batch does"
                 )
-            self._require_gradients()
+            if self._noted is not None:
+                self._require_gradients()
             self.end()
         self.close_sums()
 
@@ -377,7 +378,7 @@ class MicrobatchLoop:
         """Refuse a body that has written to gradients, if some are sent while backward runs."""
         noted = self._noted
         self._noted = None
-        if noted is not None and noted != self._read_gradients():
+        if noted != self._read_gradients():
             raise UsageError(
                 f"{self.place}: the gradients were changed between backward and the end of the "
                 "micro-batch, while those of the last micro-batch are sent to other ranks during "
