@@ -98,9 +98,10 @@ def test_batches_of_the_script_are_split_anew(tmp_path: Path) -> None:
     require_same(disturbed, train(tmp_path / "undisturbed", [], steps=8, form="raw"))
 
 
-def test_processes_that_join_take_part_in_audits(tmp_path: Path) -> None:
+def test_processes_that_join_take_part_in_audits_and_in_the_record(tmp_path: Path) -> None:
     plan: list[Any] = [["forward", [0], 1], ["forward", [1], 4]]
-    options: dict[str, Any] = {"steps": 16, "form": "nested", "audit": "1"}
+    plan.append(["passed", [0], 0])  # a newcomer is the next rank 0, and writes the step's line
+    options: dict[str, Any] = {"steps": 20, "form": "nested", "audit": "1"}
     disturbed = train(tmp_path / "run", plan, **options)
     require_same(disturbed, train(tmp_path / "undisturbed", [], **options))
     assert "audit" not in disturbed.output

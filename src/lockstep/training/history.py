@@ -115,11 +115,12 @@ class History(StepHook):
         self._backlog: deque[tuple[str, dict[str, Any]]] | None = None
 
     def keep_backlog(self) -> None:
-        """Keep the last lines, which this rank may have to write if rank 0 is lost.
+        """Keep the last lines from now on, which this rank may have to write if rank 0 is lost.
 
         No rank is more than one operation ahead of another, so a few lines are enough.
         """
-        self._backlog = deque(maxlen=BACKLOG)
+        if self._backlog is None:
+            self._backlog = deque(maxlen=BACKLOG)
 
     def take_backlog(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the lines that were kept; none are kept from now on."""

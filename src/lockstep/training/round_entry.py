@@ -109,6 +109,8 @@ class RoundEntry:
         if new.rank == 0 and not was_rank0:
             self._promote()
             self._history.write_missing(self._history.take_backlog())
+        if new.rank != 0:  # a newcomer did not know its rank before
+            self._history.keep_backlog()
         if new.joined:
             self._share_state(new)
 
