@@ -100,6 +100,12 @@ def test_well_placed_tensors_are_not_copied_by_alignment() -> None:
     assert align_tensors(tensor) is tensor
 
 
+def test_tensors_of_vmap_are_left_as_they_are() -> None:
+    rows = torch.arange(6.0).view(3, 2)
+    doubled = torch.func.vmap(lambda row: align_tensors((row,))[0] * 2)(rows)
+    assert torch.equal(doubled, rows * 2)
+
+
 def test_misplaced_tensors_are_copied_with_their_strides() -> None:
     image = torch.randn(3, 2, 5, 5).to(memory_format=torch.channels_last)
     part = image[1:]

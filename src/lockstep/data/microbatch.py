@@ -270,6 +270,8 @@ def align_tensors(data: Any) -> Any:
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # within vmap or grad
+        return tensor
     if tensor.data_ptr() % ALIGNMENT == 0 and _dense(tensor):
         return tensor
     return tensor.clone()

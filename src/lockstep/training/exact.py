@@ -156,8 +156,9 @@ class Exact(Services):
             loss_weight: A function of the data of a micro-batch that returns its weight. None: the
                 number of samples, or what the loss divides by if that is known.
             metrics: Functions of (outputs, targets) by name, each returning a mean over the
-                samples; with `loss=None`, of the outputs and the micro-batch. For other metrics,
-                such as F1 or AUC, a `DatasetMetric`.
+                samples; with `loss=None`, of the outputs and the micro-batch. They keep nothing
+                between calls, of which each rank makes its own. For other metrics, such as F1 or
+                AUC, a `DatasetMetric`.
             **options: As for `batches`, but `shuffle` is False by default.
 
         Raises:

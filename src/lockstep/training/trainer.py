@@ -85,7 +85,8 @@ class Trainer(Services):
             the sum of the weights of the targets.
         metrics: Functions of (outputs, targets) by name, each returning a mean over the samples
             as a number or a tensor with one element; with `loss=None`, of the model's outputs and
-            the micro-batch. For other metrics, such as F1 or AUC, a `DatasetMetric`.
+            the micro-batch. They keep nothing between calls, of which each rank makes its own. For
+            other metrics, such as F1 or AUC, a `DatasetMetric`.
         max_grad_norm: The largest 2-norm of the whole gradient. None: gradients are not clipped.
         ema_decay: The decay, in [0, 1), of an exponential moving average of the weights, which
             is available as `ema_model`. None: no average.
