@@ -38,9 +38,9 @@ demo: install ## train on real handwritten digits with two processes
 test: install ## run the whole test suite, JOBS=3 files at a time
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-soak: install ## run the long tests: races, sanitizers, random trainings (up to 30 minutes)
+soak: install ## run the long tests: races, sanitizers, random trainings (an hour on two cores)
 	@$(BIN)/python -m pytest -m "hypothesis and not stress" --hypothesis-profile=soak
-	@$(BIN)/python -m pytest -m stress
+	@$(BIN)/python -m pytest -m stress -n 2 --dist loadfile
 
 docs: install ## build the documentation into site/; a broken link is an error
 	@$(BIN)/zensical build --strict --clean
