@@ -31,7 +31,7 @@ from lockstep.audit.repetition_trace import StateWatch
 from lockstep.checksum import checksum
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls, is_in_backward
 from lockstep.kernel.seeds import isolated, remembered
-from lockstep.model.loss_root import run_backward
+from lockstep.model.loss_root import read_gradients, run_backward
 from lockstep.model.watched_calls import Arguments, ShardedModel, output_tensors
 
 __all__ = ["CannotRepeatError", "RecordedCall"]
@@ -189,8 +189,7 @@ class RecordedCall:
         """Return what changes if the loop writes to gradients; nothing if torch sets them later."""
         if self._sharded is not None:
             return []
-        gradients = [parameter.grad for parameter in self._named.values()]
-        return [None if grad is None else (id(grad), grad._version) for grad in gradients]
+        return read_gradients(self._named.values())
 
     def finish(
         self, inputs: Sequence[torch.Tensor | None] = (), is_of_script: bool = True

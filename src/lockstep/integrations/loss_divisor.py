@@ -29,7 +29,7 @@ from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.seeds import isolated
 from lockstep.model.evaluation import evaluation_mode
-from lockstep.model.generator_states import state_of_others, state_of_torch
+from lockstep.model.generator_states import state_of_all
 
 __all__ = ["LossDivisor", "count_first_dimension"]
 
@@ -177,9 +177,9 @@ class LossDivisor:
             return None
         halves = halve_samples(dict(inputs), size)
         with self._undisturbed(), evaluation_mode(self._model):
-            before = state_of_torch(self._device), state_of_others()
+            before = state_of_all(self._device)
             whole, *losses, again = [self._call(part, items) for part in (inputs, *halves, inputs)]
-            is_random = (state_of_torch(self._device), state_of_others()) != before
+            is_random = state_of_all(self._device) != before
             if is_random or not math.isfinite(whole) or whole != again:
                 return None  # the audit names what else a result depends on
         counts = [self._count(half) for half in halves]

@@ -287,7 +287,7 @@ class StreamedBatches:
         for consumer in self._consumers:
             consumer.begin_epoch()
         for number, batch in enumerate(batches, start):
-            self._share.require_samples(batch.size)  # as frameworks compute one at least
+            self._share.require_samples(batch.size)  # a framework computes at least one
             for microbatch in batch.microbatches:
                 planned = PlannedMicrobatch(
                     microbatch.index, microbatch.size, batch.size, batch.leaves, epoch, number

@@ -32,7 +32,7 @@ from lockstep.model.forward import (
     has_loss,
     split_targets,
 )
-from lockstep.model.generator_states import state_of_others, state_of_torch
+from lockstep.model.generator_states import state_of_all
 from lockstep.model.loss_root import check_scalar
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
@@ -222,11 +222,11 @@ class Scoring:
         for name, value in numbers.items():
             # Errors are those of data that are not one row per sample.
             with suppress(Exception), self._as_in_compute():
-                before = self._generator_states()
+                before = state_of_all(self.parallel.device)
                 one, two = (
                     float(self._metrics[name](*half)) for half in halve_samples(whole, size)
                 )
-                if self._generator_states() != before:
+                if state_of_all(self.parallel.device) != before:
                     continue
                 mean = first * one + (1 - first) * two
                 if not abs(value - mean) <= TOLERANCE * max(abs(one), abs(two)):
@@ -243,9 +243,6 @@ class Scoring:
         parallel = self.parallel
         with torch.no_grad(), parallel.autocast(), isolated(parallel.device, everything=True):
             yield
-
-    def _generator_states(self) -> tuple[bytes, tuple[object, ...]]:
-        return state_of_torch(self.parallel.device), state_of_others()
 
     def combine(self, failure: str = "") -> Evaluation:
         """Combine the scores of all ranks. A collective call.

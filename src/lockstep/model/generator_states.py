@@ -15,6 +15,7 @@ __all__ = [
     "global_states",
     "set_global_states",
     "set_state_of_torch",
+    "state_of_all",
     "state_of_others",
     "state_of_torch",
 ]
@@ -40,6 +41,11 @@ def state_of_others() -> tuple[object, ...]:
     """Return the states of Python's and numpy's global generators, for comparison."""
     _, numbers, position, *_ = cast("tuple[Any, ...]", numpy.random.get_state())
     return random.getstate(), bytes(numbers), position
+
+
+def state_of_all(device: torch.device | None = None) -> tuple[bytes, tuple[object, ...]]:
+    """Return the states of torch's generators and of the others, for comparison."""
+    return state_of_torch(device), state_of_others()
 
 
 def global_states(device: torch.device | None = None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from lockstep.kernel.seeds import isolated
 from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.forward import compute_loss, split_targets
-from lockstep.model.generator_states import state_of_others, state_of_torch
+from lockstep.model.generator_states import state_of_all
 from lockstep.model.target_weights import loss_name
 
 __all__ = ["LossCheck", "LossCheckHook"]
@@ -151,7 +151,7 @@ class LossCheck(StepObserver):
         loss = self._parallel.loss
         losses = []
         with self._undisturbed(), isolated(device, everything=True):
-            before = state_of_torch(device), state_of_others()
+            before = state_of_all(device)
             for outputs, data in parts:
                 shared = loss.parameters() if isinstance(loss, nn.Module) else ()
                 copy = deepcopy(loss, {id(parameter): parameter for parameter in shared})
@@ -164,7 +164,7 @@ class LossCheck(StepObserver):
                     pairs = zip(loss.buffers(), copy.buffers(), strict=True)
                     if not all(torch.equal(*pair) for pair in pairs):
                         return None
-            if (state_of_torch(device), state_of_others()) != before:
+            if state_of_all(device) != before:
                 return None
         return losses
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lockstep.kernel.step_context import StepContext
 __all__ = [
     "LossRoot",
     "check_scalar",
+    "read_gradients",
     "record_loss",
     "run_backward",
     "scale_loss",
@@ -147,6 +148,12 @@ class LossRoot:
         self._share = share
         self._version = known._version
         return loss, known
+
+
+def read_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int] | None]:
+    """Return what changes if something replaces the gradients in `.grad`, or writes to them."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [None if grad is None else (id(grad), grad._version) for grad in gradients]
 
 
 def run_backward(loss: torch.Tensor, gradient: torch.Tensor | None, retain_graph: bool) -> None:

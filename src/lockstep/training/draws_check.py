@@ -20,12 +20,10 @@ from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.messages import log
-from lockstep.model.generator_states import state_of_others, state_of_torch
+from lockstep.model.generator_states import state_of_all
+from lockstep.training.loop_watch import STEPS
 
 __all__ = ["DrawsCheck"]
-
-STEPS = 3
-"""The number of steps of this process that are watched: reading the states takes time."""
 
 
 class DrawsCheck(StepHook):
@@ -48,7 +46,7 @@ class DrawsCheck(StepHook):
         self._drawn = ""
         if step.parallel.replicas == 1 or step.attempt.number >= STEPS:
             return
-        now = repr((state_of_torch(self._device), state_of_others()))
+        now = repr(state_of_all(self._device))
         if self._before and now != self._before:
             self._drawn = xxhash.xxh3_64_hexdigest(now.encode())
         self._before = now

@@ -192,8 +192,6 @@ class Engine:
         self.rounds: RoundEntry | None = None
         if member is not None and session is None:
             self.rounds = RoundEntry(member, self.run, self._promote)
-            if not is_rank0:
-                self.history.keep_backlog()
 
     def make_batches(
         self, data: Mapping[str, Any], seed: int | None, epoch: int | None, finish: Finish

@@ -32,7 +32,7 @@ from lockstep.kernel.batch import Batch, BatchIdentity, Microbatch
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
 from lockstep.model.backward_watch import BackwardWatch
-from lockstep.model.generator_states import state_of_others, state_of_torch
+from lockstep.model.generator_states import state_of_all
 from lockstep.model.loss_root import warn_of_division
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import Arguments
@@ -265,7 +265,7 @@ class FlatLoop:
         if self._current is None and self._model.training and self._sampler is not None:
             is_here = LoadedHere.restore is None  # otherwise loading has seeded the generators
             before = self._generators if self._remaining and is_here else None
-            if before is not None and before != self._read_generators():
+            if before is not None and before != state_of_all(self._parallel.device):
                 raise UsageError(
                     f"{self._steps.place}: random numbers were drawn between two micro-batches, "
                     "before the model was called: iterate over exact.microbatches(loader), or call "
@@ -326,7 +326,7 @@ class FlatLoop:
             loop.end()
         if self._remaining:
             if self._generators is not None:
-                self._generators = self._read_generators()
+                self._generators = state_of_all(self._parallel.device)
             return
         self._generators = None
         self._loop = None
@@ -336,6 +336,3 @@ class FlatLoop:
         self.next_position = (
             (current.epoch + 1, 0) if is_end else (current.epoch, current.batch + 1)
         )
-
-    def _read_generators(self) -> tuple[object, ...]:
-        return state_of_torch(self._parallel.device), state_of_others()

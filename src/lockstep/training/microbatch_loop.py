@@ -30,7 +30,7 @@ from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import NOTHING, ComputedMicrobatch, StepContext, StepFailure
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.forward import Metric, explain_batch_norm, forward
-from lockstep.model.loss_root import LossRoot, record_loss, run_backward
+from lockstep.model.loss_root import LossRoot, read_gradients, record_loss, run_backward
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.grouped_passes import GroupedPasses, PassResults
@@ -143,7 +143,7 @@ class MicrobatchLoop:
         self.current: ComputedMicrobatch | None = None
         self.is_skipped = False
         self._watched = -1  # the micro-batch in whose backward buckets are launched
-        self._noted: list[tuple[int, int]] | None = None  # gradients after backward
+        self._noted: list[tuple[int, int] | None] | None = None  # gradients after backward
         self._has_buffers = bool(buffers.slots)
         self._is_on_cpu = parallel.device_type == "cpu"
         self._autocast = NOTHING if parallel.autocast_dtype is None else parallel.autocast()
@@ -378,17 +378,12 @@ class MicrobatchLoop:
         """Refuse a body that has written to gradients, if some are sent while backward runs."""
         noted = self._noted
         self._noted = None
-        if noted != self._read_gradients():
+        if noted != read_gradients(self.parameters):
             raise UsageError(
                 f"{self.place}: the gradients were changed between backward and the end of the "
                 "micro-batch, while those of the last micro-batch are sent to other ranks during "
                 "backward: change or clip them after the loop over the batch, or scale the loss"
             )
-
-    def _read_gradients(self) -> list[tuple[int, int]]:
-        """Return what changes if something writes to the gradients or replaces them."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        return [(id(grad), 0 if grad is None else grad._version) for grad in gradients]
 
     def close_sums(self) -> None:
         """End the sums after this rank's last micro-batch."""
@@ -440,18 +435,16 @@ class MicrobatchLoop:
         if metrics:
             current.metrics.update(metrics)
         is_watched = final and index == self._watched
-        if not is_watched and not torch.is_autocast_enabled(self.parallel.device_type):
+        if is_watched or torch.is_autocast_enabled(self.parallel.device_type):
+            with self.parallel.without_autocast():
+                start, gradient = self.roots.find(loss if root is None else root, share)
+                with self.gradients.watch_backward(start, index) if is_watched else NOTHING:
+                    run_backward(start, gradient, retain_graph)
+        else:
             start, gradient = self.roots.find(loss if root is None else root, share)
             run_backward(start, gradient, retain_graph)
-            if self._watched >= 0:
-                self._noted = self._read_gradients()
-            return
-        with self.parallel.without_autocast():
-            start, gradient = self.roots.find(loss if root is None else root, share)
-            with self.gradients.watch_backward(start, index) if is_watched else NOTHING:
-                run_backward(start, gradient, retain_graph)
         if self._watched >= 0:
-            self._noted = self._read_gradients()
+            self._noted = read_gradients(self.parameters)
 
     def note_loss(self, loss: torch.Tensor, share: float) -> None:
         """Note a loss of the current micro-batch, and its share in that of the batch."""

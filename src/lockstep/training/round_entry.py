@@ -61,6 +61,8 @@ class RoundEntry:
         self._history = state.history
         self._promote = promote
         self._batches: WeakSet[Batches] = WeakSet()
+        if parallel.rank != 0:
+            self._history.keep_backlog()
         run.safe_points.take_part(member, run)
         member.enroll(self)
 
@@ -106,11 +108,11 @@ class RoundEntry:
         for batches in self._batches:
             batches.enter_share(parallel.share, new.rank)
         self._position.begin_round()
-        if new.rank == 0 and not was_rank0:
+        if new.rank != 0:
+            self._history.keep_backlog()  # a newcomer did not know its rank before
+        elif not was_rank0:
             self._promote()
             self._history.write_missing(self._history.take_backlog())
-        if new.rank != 0:  # a newcomer did not know its rank before
-            self._history.keep_backlog()
         if new.joined:
             self._share_state(new)
 
