@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from torch import nn
 
@@ -50,8 +51,9 @@ class StepRun(Protocol):
         """Raise UsageError for a step that a resumed script would have to repeat."""
 
 
-_open_steps: list[set[int]] = []
-"""For each manual step that is open in this process, the ids of the modules that it calls."""
+_open_steps: WeakSet[OpenStep] = WeakSet()
+"""The steps of scripts that are open in this process. One that a script has dropped before its end
+leaves with its modules, whose ids may later be those of others."""
 
 
 class StepOperation:
@@ -136,8 +138,9 @@ class StepOperation:
             return self._state.executor.prepare(batch)
 
     def require_closed(self, call: str) -> None:
-        """Raise UsageError if a manual step that calls one of the modules is open."""
-        if any(modules & self.modules for modules in _open_steps):
+        """Raise UsageError if micro-batches of one of the modules are being computed."""
+        computing = (opened for opened in _open_steps if opened.prepared is None)
+        if any(opened.modules & self.modules for opened in computing):
             raise UsageError(
                 f"trainer.{call} was called inside of `with trainer.manual_step()`, where the "
                 "model has the buffers of this rank's micro-batch: call it after the block"
@@ -239,6 +242,7 @@ class OpenStep:
         keeps_work: Whether it then computes only those that a lost rank has not computed.
 
     Attributes:
+        modules: The ids of the modules that the step calls.
         step: The context of the step.
         loop: The loop over the micro-batches.
         prepared: What `prepare` has returned on every rank; None before.
@@ -251,8 +255,9 @@ class OpenStep:
         self._keeps_work = keeps_work
         self._member = operation.member
         self._kept = ExitStack()  # until the step is committed or undone
-        _open_steps.append(operation.modules)
-        self._kept.callback(_open_steps.remove, operation.modules)
+        self.modules = operation.modules
+        _open_steps.add(self)
+        self._kept.callback(_open_steps.discard, self)
         if self._member is not None:
             self._kept.enter_context(self._member.inside(is_repeatable))
         self.step = operation.begin()
