@@ -66,6 +66,39 @@ def metrics_of_the_whole_set():
     return evaluation, ls.digest({"outputs": outputs})
 
 
+@pytest.mark.parametrize("loss", [nn.functional.cross_entropy, nn.CrossEntropyLoss()])
+def test_the_loss_is_the_mean_over_the_targets_that_are_not_ignored(ranks, loss):
+    def evaluate():
+        inputs, targets = rows(20).tensors
+        targets[:9:2] = -100
+        targets[10:15] = -100  # a whole micro-batch
+        model = network()
+        exact = ls.exact(model, microbatches=4)
+        trained = build(network(), loss, microbatches=4)
+        data = TensorDataset(inputs, targets)
+        values = exact.evaluate(data, 20, loss=loss).loss, trained.evaluate(data, 20).loss
+        model.eval()
+        return *values, nn.functional.cross_entropy(model(inputs), targets).item()
+
+    alone, *both = ranks(evaluate, 1) + ranks(evaluate, 2)
+    assert both == [alone] * 2
+    assert alone[0] == alone[1] == pytest.approx(alone[2], rel=1e-6)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_loss_that_is_no_mean_over_samples_is_named():
+    """It was added up as a mean, without a word."""
+    inputs, targets = rows(20).tensors
+    targets[:4] = -100
+    exact = ls.exact(network(), microbatches=2)
+
+    def own_loss(outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets)
+
+    with pytest.warns(UserWarning, match=r"the loss own_loss is not a mean .* pass loss_weight="):
+        exact.evaluate(TensorDataset(inputs, targets), 20, loss=own_loss)
+
+
 class Detector(nn.Module):
     """Returns a loss in training and one mapping per sample in evaluation, as torchvision does."""
 

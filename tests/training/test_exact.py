@@ -803,6 +803,17 @@ def test_an_exception_that_is_caught_leaves_no_open_step(fail):
 
 
 @pytest.mark.usefixtures("world_of_one")
+def test_a_trainer_takes_the_model_of_a_loop_that_has_ended():
+    """The last step of a loop with `exact.begin()` counted as one that is being computed."""
+    loop = Mistakes()
+    loop.step()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    trainer = ls.Trainer(loop.model, nn.CrossEntropyLoss(), SGD, microbatches=4)
+    assert trainer.step(rows(8).tensors) > 0
+
+
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -936,6 +947,60 @@ def divide_weighed(loop, divide):
 def test_a_division_by_the_number_of_microbatches_is_named(train, divide):
     with pytest.warns(UserWarning, match="divided by 4, the number of micro-batches of the batch"):
         train(Mistakes(), divide)
+
+
+def weigh_nested(loop, lose, weights):
+    inputs, targets = rows(8).tensors
+    targets[1::3] = -100
+    for batch in loop.exact.batches(TensorDataset(inputs, targets), 8, shuffle=False):
+        for given, wanted in batch:
+            weight = (wanted != -100).sum().item() if weights else None
+            batch.backward(lose(loop.model(given), wanted), weight=weight)
+
+
+def weigh_flat(loop, lose, weights):
+    inputs, targets = rows(8).tensors
+    targets[1::3] = -100
+    data = TensorDataset(inputs, targets)
+    sampler = loop.exact.sampler(data, 8, shuffle=False)
+    loader = DataLoader(data, batch_sampler=sampler)
+    for given, wanted in loop.exact.microbatches(loader):
+        weight = (wanted != -100).sum().item() if weights else None
+        loop.exact.weigh(lose(loop.model(given), wanted), weight=weight).backward()
+    loop.exact.finish()
+
+
+IGNORING = {
+    "function": F.cross_entropy,
+    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "with another term": lambda outputs, targets: (
+        F.cross_entropy(outputs, targets) + 0.1 * outputs.square().mean()
+    ),
+    "weighted classes": lambda outputs, targets: F.cross_entropy(
+        outputs, targets.clamp(min=0), weight=torch.tensor([1.0, 2.0, 1.0])
+    ),
+}
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("lose", IGNORING.values(), ids=IGNORING)
+@pytest.mark.parametrize("train", [weigh_nested, weigh_flat], ids=["nested", "flat"])
+def test_a_mean_that_ignores_targets_is_named(train, lose):
+    loop = Mistakes()
+    said = "mean that ignores some targets or weights classes, .* such as weight="
+    with pytest.warns(UserWarning, match=said):
+        train(loop, lose, weights=False)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_means_that_count_all_samples_are_not_named():
+    weigh_nested(Mistakes(), F.cross_entropy, weights=True)
+    weigh_nested(Mistakes(), partial(F.cross_entropy, reduction="sum"), weights=False)
+    weigh_nested(
+        Mistakes(),
+        lambda outputs, targets: F.cross_entropy(outputs, targets.abs() % 3),
+        weights=False,
+    )
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -38,6 +38,7 @@ from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.predictions import GatheredSamples
 from lockstep.model.static_shapes import StaticShapes
+from lockstep.model.target_weights import is_classification, loss_name, target_weight
 
 __all__ = [
     "Evaluation",
@@ -177,6 +178,10 @@ class Scoring:
         self, parallel: ParallelContext, metrics: Mapping[str, Metric], ema: bool = False
     ) -> None:
         self.parallel = parallel
+        loss = parallel.loss
+        self._weigh = parallel.loss_weight
+        if self._weigh is None and is_classification(loss):
+            self._weigh = target_weight(loss)  # also for targets of -100, which training points out
         self._ema = ema
         self._metrics = {k: m for k, m in metrics.items() if not isinstance(m, DatasetMetric)}
         self._of_dataset = {k: m for k, m in metrics.items() if isinstance(m, DatasetMetric)}
@@ -201,7 +206,7 @@ class Scoring:
         """Add the results of a micro-batch of the batch with this number."""
         loss, metrics, outputs = result
         check_scalar(loss, where)
-        weight = _weight(self.parallel, microbatch.size, microbatch.data)
+        weight = self._find_weight(microbatch)
         numbers = {name: float(value) for name, value in metrics.items()}
         scores = MicrobatchScores(microbatch.size, weight, float(loss) if weight else 0.0, numbers)
         self._rows.append(scores)
@@ -210,32 +215,47 @@ class Scoring:
             pairs = [metric.select(outputs, targets) for metric in self._of_dataset.values()]
             self._kept.add(number, microbatch, [value for pair in pairs for value in pair])
         if number == 0 and microbatch.index == 0 and microbatch.size > 1:
-            self._check_means(microbatch.size, numbers, (outputs, targets))
+            whole = outputs, targets
+            for name, value in numbers.items():
+                advice = (
+                    f"pass ls.DatasetMetric({name}), which gets all outputs and targets of the "
+                    "dataset at once"
+                )
+                metric = self._metrics[name]
+                self._check_mean(f"metric {name}", metric, value, microbatch.size, whole, advice)
+            loss_of = self.parallel.loss
+            if loss_of is not None and self._weigh is None and not is_sum(loss_of):
+                about = f"loss {loss_name(loss_of)}"
+                advice = "pass loss_weight=, a function of a micro-batch that returns its divisor"
+                self._check_mean(about, loss_of, float(loss), microbatch.size, whole, advice)
 
-    def _check_means(self, size: int, numbers: Mapping[str, float], whole: Any) -> None:
-        """Warn if a metric of a micro-batch is not the mean of those of its halves.
+    def _find_weight(self, microbatch: Microbatch) -> float:
+        """Return what the loss of a micro-batch is multiplied by in the mean."""
+        if is_sum(self.parallel.loss):
+            return 1.0
+        return float(microbatch.size if self._weigh is None else self._weigh(microbatch.data))
 
-        A metric that draws random numbers, such as the noise of a generator, is not compared: its
-        halves would have other ones.
+    def _check_mean(
+        self, about: str, function: Metric, value: float, size: int, whole: Any, advice: str
+    ) -> None:
+        """Warn if a function of outputs and targets is not the mean of its values for two halves.
+
+        One that draws random numbers, such as the noise of a generator, is not compared: its halves
+        would have other ones.
         """
         first = (size + 1) // 2 / size
-        for name, value in numbers.items():
-            # Errors are those of data that are not one row per sample.
-            with suppress(Exception), self._as_in_compute():
-                before = state_of_all(self.parallel.device)
-                one, two = (
-                    float(self._metrics[name](*half)) for half in halve_samples(whole, size)
+        # Errors are those of data that are not one row per sample.
+        with suppress(Exception), self._as_in_compute():
+            before = state_of_all(self.parallel.device)
+            one, two = (float(function(*half)) for half in halve_samples(whole, size))
+            if state_of_all(self.parallel.device) != before:
+                return
+            mean = first * one + (1 - first) * two
+            if not abs(value - mean) <= TOLERANCE * max(abs(one), abs(two)):
+                self.warnings.append(
+                    f"the {about} is not a mean over the samples: it is {value:.4g} for {size} "
+                    f"samples, and the mean of those of their halves is {mean:.4g}; {advice}"
                 )
-                if state_of_all(self.parallel.device) != before:
-                    continue
-                mean = first * one + (1 - first) * two
-                if not abs(value - mean) <= TOLERANCE * max(abs(one), abs(two)):
-                    self.warnings.append(
-                        f"the metric {name} is not a mean over the samples: it is "
-                        f"{value:.4g} for {size} samples, and the mean of those of their halves is "
-                        f"{mean:.4g}; pass ls.DatasetMetric({name}), which gets all outputs and "
-                        "targets of the dataset at once"
-                    )
 
     @contextmanager
     def _as_in_compute(self) -> Iterator[None]:
@@ -290,10 +310,3 @@ class Scoring:
             samples=samples,
             ema=self._ema,
         )
-
-
-def _weight(parallel: ParallelContext, size: int, data: Any) -> float:
-    if is_sum(parallel.loss):
-        return 1.0
-    weight: Callable[[Any], float] | None = parallel.loss_weight
-    return float(size) if weight is None else float(weight(data))

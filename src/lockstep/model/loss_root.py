@@ -19,10 +19,12 @@ __all__ = [
     "record_loss",
     "run_backward",
     "scale_loss",
-    "warn_of_division",
+    "warn_of_denominator",
 ]
 
-FIRST = 3  # steps in which divisions are looked for
+FIRST = 3  # steps in which divisions and ignored targets are looked for
+REACHED = 8  # operations before the loss among which one is looked for that ignores targets
+MEAN = 1  # torch's number of `reduction="mean"`
 
 _is_logged = logging.getLogger("torch.autograd.graph").isEnabledFor
 _is_mode_enabled = torch._C._is_torch_function_mode_enabled
@@ -65,8 +67,10 @@ def record_loss(
     return noted
 
 
-def warn_of_division(step: StepContext, loss: torch.Tensor, size: int, call: str) -> None:
-    """Warn if a script divides a loss by a number of micro-batches, in the first steps.
+def warn_of_denominator(step: StepContext, loss: torch.Tensor, size: int, call: str) -> None:
+    """Warn in the first steps if a loss that is multiplied by its share is no mean over samples.
+
+    It may be divided by a number of micro-batches, too, or be a mean over some of the targets.
 
     Args:
         step: The context of the step.
@@ -89,6 +93,38 @@ def warn_of_division(step: StepContext, loss: torch.Tensor, size: int, call: str
             f"{numbers[divisor]}, and {call} multiplies it by the share of the micro-batch, too: "
             "leave out the division",
         )
+    if _ignores_targets(loss) and not step.has_warned("ignored_targets"):
+        is_trainer = call.startswith("step.")
+        step.warn(
+            step.where,
+            "the loss is a mean that ignores some targets or weights classes, and "
+            f"{call} multiplies it by the micro-batch's share of the samples, so the gradient is "
+            "not that of the whole batch: "
+            + (
+                "pass loss_weight= to the trainer, or divide a sum by step.total and pass share=1"
+                if is_trainer
+                else "pass what the mean divides by, such as weight=(targets != -100).sum()"
+            ),
+            "ignored_targets",
+        )
+
+
+def _ignores_targets(loss: torch.Tensor) -> bool:
+    """Return whether a loss contains a mean of torch over targets that do not all count alike."""
+    found: list[Any] = [loss.grad_fn]
+    for operation in found:
+        if operation is None:
+            continue
+        if operation.name() in ("NllLossBackward0", "NllLoss2DBackward0"):
+            ignored = operation._saved_ignore_index
+            ignored -= (ignored >> 63) << 64  # torch shows a negative index without its sign
+            return operation._saved_reduction == MEAN and (
+                operation._saved_weight is not None
+                or bool((operation._saved_target == ignored).any())
+            )
+        if len(found) < REACHED:
+            found += [before for before, _ in operation.next_functions]
+    return False
 
 
 def _find_divisor(loss: torch.Tensor) -> float:

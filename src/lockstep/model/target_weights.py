@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -16,7 +16,13 @@ from torch import nn
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction, get_option
 
-__all__ = ["find_ignored_count", "infer_weight_function", "loss_name", "target_weight"]
+__all__ = [
+    "find_ignored_count",
+    "infer_weight_function",
+    "is_classification",
+    "loss_name",
+    "target_weight",
+]
 
 IGNORED_BY_DEFAULT = -100
 """The default `ignore_index` of torch's losses."""
@@ -29,7 +35,8 @@ def loss_name(loss: object) -> str:
     return str(getattr(loss, "__name__", type(loss).__name__))
 
 
-def _is_classification(loss: object) -> bool:
+def is_classification(loss: object) -> TypeGuard[Callable[..., Any]]:
+    """Return whether a loss is one of torch's that are means over class indices."""
     function = loss.func if isinstance(loss, partial) else loss
     known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (
         nn.functional.cross_entropy,
@@ -56,7 +63,7 @@ def target_weight(loss: Callable[..., Any], *, shift: int = 0) -> WeightFunction
         UsageError: `loss` is none of these.
     """
     inner = _inner_losses(loss)
-    if not _is_classification(loss) and len(inner) != 1:
+    if not is_classification(loss) and len(inner) != 1:
         raise UsageError(
             "ls.target_weight takes a CrossEntropyLoss, an NLLLoss or a module with one of them, "
             f"not {loss_name(loss)}: pass the one that it uses, or a function of your own "
@@ -91,7 +98,7 @@ def infer_weight_function(loss: object) -> WeightFunction | None:
 
     With class weights or a custom `ignore_index` the loss is not a mean over samples.
     """
-    if not callable(loss) or not _is_classification(loss):
+    if not is_classification(loss):
         return None
     ignored = get_option(loss, "ignore_index", IGNORED_BY_DEFAULT)
     if get_option(loss, "weight", None) is None and ignored == IGNORED_BY_DEFAULT:
@@ -102,7 +109,7 @@ def infer_weight_function(loss: object) -> WeightFunction | None:
 def _inner_losses(loss: object) -> list[Any]:
     """Return the losses inside a loss module that are means over their targets."""
     parts = loss.modules() if isinstance(loss, nn.Module) else ()
-    return [part for part in parts if _is_classification(part)]
+    return [part for part in parts if is_classification(part)]
 
 
 def find_ignored_count(loss: object) -> Callable[[Any], int] | None:
@@ -113,7 +120,7 @@ def find_ignored_count(loss: object) -> Callable[[Any], int] | None:
     Returns:
         A function of the data of a micro-batch; None if the loss ignores no targets.
     """
-    if loss is not None and not _is_classification(loss):
+    if loss is not None and not is_classification(loss):
         return None
     ignored = get_option(loss, "ignore_index", IGNORED_BY_DEFAULT)
 

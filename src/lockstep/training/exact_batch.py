@@ -18,7 +18,7 @@ from lockstep.data.loader import EpochBatches
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rank_status import StatusSummary
-from lockstep.model.loss_root import warn_of_division
+from lockstep.model.loss_root import warn_of_denominator
 from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.sample_loop import SampleLoop
@@ -140,7 +140,7 @@ class ExactBatch:
             )
         if share is None and weight is None:
             size = loop.current.microbatch.size
-            warn_of_division(loop.step, loss, size, "batch.backward(loss)")
+            warn_of_denominator(loop.step, loss, size, "batch.backward(loss)")
         if weight is not None:
             self._steps.weights.given[index] = share = float(weight)
         if weight == 0:  # such as a mean over no tokens, which is not a number

@@ -33,7 +33,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
 from lockstep.model.backward_watch import BackwardWatch
 from lockstep.model.generator_states import state_of_all
-from lockstep.model.loss_root import warn_of_division
+from lockstep.model.loss_root import warn_of_denominator
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import Arguments
 from lockstep.training.loop_watch import LoopWatch
@@ -231,7 +231,7 @@ class FlatLoop:
         self._is_weighed = True
         if share is None and weight is None:
             size = loop.current.microbatch.size
-            warn_of_division(loop.step, loss, size, "exact.weigh(loss)")
+            warn_of_denominator(loop.step, loss, size, "exact.weigh(loss)")
         if weight is not None:
             self._steps.weights.given[current.number] = share = float(weight)
         elif share is None:

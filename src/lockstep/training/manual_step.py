@@ -12,7 +12,7 @@ import torch
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import StepResult
-from lockstep.model.loss_root import warn_of_division
+from lockstep.model.loss_root import warn_of_denominator
 from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.whole_batch import add_counts, backward_whole_batch, gather_whole_batch
@@ -116,9 +116,9 @@ class ManualStep:
             UsageError: No micro-batch is being computed.
         """
         loop = self._entered()
-        if share is None and loop.current is not None:
+        if share is None and loop.current is not None and loop.parallel.loss_weight is None:
             size = loop.current.microbatch.size
-            warn_of_division(loop.step, loss, size, "step.backward(loss)")
+            warn_of_denominator(loop.step, loss, size, "step.backward(loss)")
         loop.backward(loss, share=share, metrics=metrics, retain_graph=retain_graph, final=final)
 
     def total(self, count: Callable[[Any], float], *batches: Any) -> float:
