@@ -99,6 +99,38 @@ def test_a_loss_that_is_no_mean_over_samples_is_named():
         exact.evaluate(TensorDataset(inputs, targets), 20, loss=own_loss)
 
 
+TAKES = r"rank 0, evaluation batch 0, micro-batch 0: Linear.forward\(input\) cannot take the "
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            rows(8),
+            TAKES + "micro-batch, a (tuple|list) of 2 .* pass a loss function, which gets the",
+        ),
+        ([{"x": row} for row in torch.ones(8, 6)], TAKES + "micro-batch, a dict of x .* name its"),
+    ],
+)
+def test_what_the_model_cannot_take_is_named(data, said):
+    exact = ls.exact(nn.Linear(6, 2), microbatches=2)
+    with pytest.raises(UsageError, match=said):
+        exact.evaluate(data, 8)
+
+
+def test_a_mapping_has_the_arguments_of_the_model_in_predictions(ranks):
+    def predict():
+        model = network()[3]
+        exact = ls.exact(model, microbatches=4)
+        inputs = torch.arange(80.0).reshape(10, 8)
+        outputs = exact.predict([{"input": row} for row in inputs], 6)
+        assert torch.equal(outputs, exact.predict(TensorDataset(inputs, inputs), 6))
+        return ls.digest({"outputs": outputs})
+
+    assert len({*ranks(predict, 1), *ranks(predict, 2)}) == 1
+
+
 class Detector(nn.Module):
     """Returns a loss in training and one mapping per sample in evaluation, as torchvision does."""
 

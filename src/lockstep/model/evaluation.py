@@ -144,7 +144,8 @@ def evaluate(
                 # Negative steps, so that no training step has the same seeds.
                 scopes.begin_microbatch(-1 - number, microbatch.index)
                 data = parallel.move_to_device(microbatch.data)
-                where = f"rank {parallel.rank}, evaluation batch {number}, {microbatch.index}"
+                place = f"evaluation batch {number}, micro-batch {microbatch.index}"
+                where = f"rank {parallel.rank}, {place}"
                 # Modules may write buffers even in evaluation mode, so they get copies; so do those
                 # that a metric calls.
                 with buffers.preserve():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from lockstep.compiled_wrapper import unwrap
 from lockstep.foreign_messages import BATCH_NORM_OF_ONE
 from lockstep.kernel.errors import LockstepError, LossError, UsageError
 from lockstep.model.static_shapes import TOO_MANY_SHAPES, is_limit_error
@@ -198,12 +200,41 @@ def call_model(model: nn.Module, data: Any, where: str) -> Any:
     except Exception as error:
         if is_limit_error(error):
             raise UsageError(f"{where}: {TOO_MANY_SHAPES}") from error
+        if isinstance(error, TypeError) and (refused := _explain_arguments(model, data)):
+            raise UsageError(f"{where}: {refused}") from error
         given = [value for value in tree_leaves(data) if isinstance(value, torch.Tensor)]
         if any(value.shape[:1] != (1,) for value in given):
             raise
         if (explained := explain_batch_norm(error, where)) is None:
             raise
         raise explained from error
+
+
+def _explain_arguments(model: nn.Module, data: Any) -> str:
+    """Return why a module cannot be called with the data of a micro-batch; "" if it can."""
+    module = unwrap(model)
+    is_sequence = isinstance(data, (tuple, list))
+    named = data if isinstance(data, Mapping) else {}
+    given = type(data).__name__
+    advice = "let the dataset return what the model takes"
+    if named:
+        given += f" of {', '.join(map(str, named))}"
+        advice = "name its entries as the model names its arguments"
+    elif is_sequence:
+        given += f" of {len(data)}"
+        advice += ", or pass a loss function, which gets the last entry"
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # of a function of C++
+        return ""
+    try:
+        signature.bind(*(data if is_sequence else () if named else (data,)), **named)
+    except TypeError as error:
+        return (
+            f"{type(module).__name__}.forward({', '.join(signature.parameters)}) cannot take the "
+            f"micro-batch, a {given} ({error}): {advice}"
+        )
+    return ""
 
 
 def explain_batch_norm(error: BaseException, where: str) -> UsageError | None:

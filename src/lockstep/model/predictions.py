@@ -7,8 +7,9 @@ rank 1    outputs of micro-batches 2, 3   ──┘ joined along dimension 0
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,17 +57,26 @@ class GatheredSamples:
 
 
 class Predictions:
-    """The task of an evaluation that returns the outputs of the model."""
+    """The task of an evaluation that returns the outputs of the model.
+
+    Args:
+        parallel: The layout and the loss.
+        has_targets: Whether the last entry of a sample with several is its targets, which the model
+            does not get, though there is no loss.
+    """
 
     about = "a prediction"
 
-    def __init__(self, parallel: ParallelContext) -> None:
+    def __init__(self, parallel: ParallelContext, *, has_targets: bool = False) -> None:
         self.parallel = parallel
+        self._has_targets = has_targets
         self._outputs = GatheredSamples(parallel)
 
     def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Return the batches; with a loss function, each micro-batch ends with targets."""
-        return batches if self.parallel.loss is None else map(_label, batches)
+        """Return the batches with what the model takes, and with targets if there is a loss."""
+        if self.parallel.loss is not None:
+            return map(partial(_change, _label), batches)
+        return map(partial(_change, _leave_targets), batches) if self._has_targets else batches
 
     def compute(self, outputs: Any, data: Any, where: str) -> Any:
         """Return the outputs."""
@@ -81,16 +91,22 @@ class Predictions:
         return self._outputs.combine(failure)[0]
 
 
-def _label(batch: Batch) -> Batch:
-    """Return a batch whose micro-batches are (inputs, ..., targets), with None for no targets."""
+def _change(change: Callable[[Any], Any], batch: Batch) -> Batch:
+    """Return a batch whose micro-batches have changed data."""
+    parts = (replace(part, data=change(part.data)) for part in batch.microbatches)
+    return replace(batch, microbatches=tuple(parts))
 
-    def label(data: Any) -> Any:
-        if not isinstance(data, (tuple, list)):
-            return data, None
-        return data if len(data) > 1 else (*data, None)
 
-    labeled = (replace(part, data=label(part.data)) for part in batch.microbatches)
-    return replace(batch, microbatches=tuple(labeled))
+def _label(data: Any) -> Any:
+    """Return the data of a micro-batch as (inputs, ..., targets), with None for no targets."""
+    if not isinstance(data, (tuple, list)):
+        return data, None
+    return data if len(data) > 1 else (*data, None)
+
+
+def _leave_targets(data: Any) -> Any:
+    """Return the data of a micro-batch without its targets."""
+    return data[:-1] if isinstance(data, (tuple, list)) and len(data) > 1 else data
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -177,7 +177,8 @@ class Exact(Services):
 
         Every rank gets all outputs, as tensors on the CPU. They have the form that the model
         returns, and are joined along dimension 0; a list of mappings has one mapping per sample.
-        The last entry of a sample with several is its targets, which the model does not get.
+        The last entry of a sample with several is its targets, which the model does not get; a
+        mapping has the model's arguments by name.
 
         Args:
             dataset: As for `batches`.
@@ -188,8 +189,7 @@ class Exact(Services):
             UsageError: The outputs cannot be joined, or a step is open.
         """
         given = self._select_data("predict()", dataset, batch_size, options)
-        parallel = replace(self.parallel, loss=nn.functional.mse_loss)
-        begin = partial(Predictions, parallel)
+        begin = partial(Predictions, self.parallel, has_targets=True)
         with stopping(self.finish, self._run.safe_points.abandon):
             return self.engine.evaluations.predict(given, begin, ema=False)
 
