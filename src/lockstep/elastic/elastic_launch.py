@@ -9,22 +9,23 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from lockstep.comm.transport.listener import MessageListener
 from lockstep.comm.transport.secret import SECRET_SIZE, make_secret, warn_without_secret
+from lockstep.elastic.agent_hosts import AgentHosts
 from lockstep.elastic.coordinator import ElasticCoordinator
 from lockstep.elastic.host_agent import HostAgent
 from lockstep.elastic.host_connection import PURPOSE
-from lockstep.elastic.host_supervisor import HostSupervisor
-from lockstep.kernel.errors import LockstepError
+from lockstep.kernel.errors import LockstepError, RankError
 from lockstep.launcher.failure_codes import STOPPED
-from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import (
     Interrupted,
     RunFolder,
+    StartedRanks,
     launch_script,
     open_store,
     open_supervisor,
@@ -60,19 +61,19 @@ def launch_elastic(config: LaunchConfig, watch: Watch | None = None, *, exits: b
         LockstepError: As for `launch_script`.
         Interrupted: As for `launch_script`.
     """
-    if config.node_rank > 0:
-        return launch_script(config, _start_agent, exits=exits)
     status = 1
     reason = "host 0 has failed"
     with ExitStack() as opened:
+        if config.node_rank > 0:
+            return launch_script(config, partial(_start_agent, opened), exits=exits)
 
-        def start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
-            ranks, rounds = _start(config, folder, opened)
-            if isinstance(ranks, HostSupervisor):
-                opened.callback(lambda: ranks.end_hosts(status, reason))
+        def start(config: LaunchConfig, folder: RunFolder) -> StartedRanks:
+            started, rounds, hosts = _start(config, folder, opened)
+            if hosts is not None:
+                opened.callback(lambda: hosts.end(status, reason))
             if watch is not None:
-                watch(ranks, rounds, folder.path)
-            return ranks
+                watch(started.ranks, rounds, folder.path)
+            return started
 
         try:
             status = launch_script(config, start, exits=exits)
@@ -91,21 +92,23 @@ def launch_elastic(config: LaunchConfig, watch: Watch | None = None, *, exits: b
 
 def _start(
     config: LaunchConfig, folder: RunFolder, opened: ExitStack
-) -> tuple[RankSupervisor, ElasticCoordinator]:
+) -> tuple[StartedRanks, ElasticCoordinator, AgentHosts | None]:
     assert config.min_nprocs is not None
-    is_on_hosts = config.nnodes > 1
-    ranks = _open_hosts(config, folder) if is_on_hosts else open_supervisor(config, range(0))
-
-    def start_member(member: int, host: int, local_rank: int, variables: dict[str, str]) -> None:
-        variables = {**folder.variables(), **variables}
-        if isinstance(ranks, HostSupervisor) and host > 0:
-            ranks.start_remote(host, member, local_rank, variables)
-        else:
-            start_rank(config, folder, ranks, member, local_rank, variables)
-
+    ranks = open_supervisor(config, range(0))
     with terminating(ranks):
+        hosts = _open_hosts(config, folder, ranks) if config.nnodes > 1 else None
+
+        def start_member(
+            member: int, host: int, local_rank: int, variables: dict[str, str]
+        ) -> None:
+            variables = {**folder.variables(), **variables}
+            if hosts is not None and host > 0:
+                hosts.start(host, member, local_rank, variables)
+            else:
+                start_rank(config, folder, ranks, member, local_rank, variables)
+
         # Agents connect at the port of the options, and members get that of the store from them.
-        store_config = replace(config, master_port=0) if is_on_hosts else config
+        store_config = config if hosts is None else replace(config, master_port=0)
         rounds = ElasticCoordinator(
             ranks,
             start_member,
@@ -116,19 +119,25 @@ def _start(
             nnodes=config.nnodes,
         )
         opened.enter_context(contextlib.closing(rounds))
-        if isinstance(ranks, HostSupervisor):
-            ranks.begin = rounds.begin
-        else:
+        if hosts is None:
             rounds.begin()
-    return ranks, rounds
+
+    def wait(grace: float, is_stop_requested: Callable[[], bool]) -> RankError | None:
+        if hosts is not None:
+            if not hosts.wait_for_all(is_stop_requested):
+                ranks.stop_early()
+                return None
+            rounds.begin()
+        return ranks.wait(grace, is_stop_requested)
+
+    return StartedRanks(ranks, wait), rounds, hosts
 
 
-def _open_hosts(config: LaunchConfig, folder: RunFolder) -> HostSupervisor:
-    """Return the supervisor of a run on several hosts, which listens for their agents."""
+def _open_hosts(config: LaunchConfig, folder: RunFolder, ranks: RankSupervisor) -> AgentHosts:
+    """Return the other hosts of a run, whose agents it listens for."""
     listening = listen(config.master_addr, config.master_port, is_single_host=False)
-    return HostSupervisor(
-        get_fork_server().open_launch(),
-        config.hang_policy,
+    return AgentHosts(
+        ranks,
         MessageListener(listening, _find_secret(config), PURPOSE, log),
         nnodes=config.nnodes,
         silence=config.host_timeout,
@@ -137,7 +146,7 @@ def _open_hosts(config: LaunchConfig, folder: RunFolder) -> HostSupervisor:
     )
 
 
-def _start_agent(config: LaunchConfig, folder: RunFolder) -> HostAgent:
+def _start_agent(opened: ExitStack, config: LaunchConfig, folder: RunFolder) -> StartedRanks:
     hello = {
         "kind": "join",
         "host": config.node_rank,
@@ -145,20 +154,16 @@ def _start_agent(config: LaunchConfig, folder: RunFolder) -> HostAgent:
         "nnodes": config.nnodes,
         "version": _describe_version(),
     }
-    agent = HostAgent(
-        get_fork_server().open_launch(),
-        config.hang_policy,
-        hello,
-        config.master_addr,
-        config.master_port,
-        _find_secret(config),
-    )
+    ranks = open_supervisor(config, range(0))
 
     def start_member(member: int, local_rank: int, variables: dict[str, str]) -> None:
-        start_rank(config, folder, agent, member, local_rank, variables)
+        start_rank(config, folder, ranks, member, local_rank, variables)
 
-    agent.start = start_member
-    return agent
+    with terminating(ranks):
+        address = config.master_addr, config.master_port
+        agent = HostAgent(ranks, start_member, hello, *address, _find_secret(config))
+    opened.enter_context(contextlib.closing(agent))
+    return StartedRanks(ranks, lambda grace, is_stop_requested: agent.wait(is_stop_requested))
 
 
 def _find_secret(config: LaunchConfig) -> bytes:

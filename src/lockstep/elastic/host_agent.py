@@ -13,12 +13,12 @@ from collections.abc import Callable
 from lockstep.comm.transport.message_connection import connect_to
 from lockstep.elastic.host_connection import PURPOSE, ConnectionLost, HostConnection, reading
 from lockstep.kernel.errors import RankError, RendezvousError, UsageError
-from lockstep.launcher.channel import Channel, Message
+from lockstep.launcher.channel import Message
 from lockstep.launcher.failure_attribution import signal_name
 from lockstep.launcher.failure_codes import STOPPED
-from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.late_ranks import LongWait
-from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
+from lockstep.launcher.rank_processes import TICK
+from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import escape_control, log
 
 __all__ = ["HostAgent", "RunEnded", "StartLocalMember"]
@@ -38,34 +38,29 @@ class RunEnded(RankError):
         self.exit_status = exit_status
 
 
-# It has many methods: those of a supervisor, and the conversation with host 0.
-class HostAgent(RankSupervisor):
-    """The supervisor of the members of this host.
+class HostAgent:
+    """The agent of this host, which starts and ends its members.
 
     Args:
-        channel: As for `RankSupervisor`.
-        hang_policy: As for `RankSupervisor`.
+        ranks: The supervisor of the members.
+        start: Starts a member.
         hello: The message with which this host asks to take part.
         address: The address of host 0.
         port: The port at which its launcher accepts agents.
         secret: The secret of the run.
-
-    Attributes:
-        start: Starts a member.
     """
 
     def __init__(
         self,
-        channel: Channel,
-        hang_policy: HangPolicy,
+        ranks: RankSupervisor,
+        start: StartLocalMember,
         hello: Message,
         address: str,
         port: int,
         secret: bytes,
     ) -> None:
-        super().__init__(channel, range(0), hang_policy=hang_policy, noun="member")
-        self.start: StartLocalMember = lambda member, local_rank, variables: None
-        self.on_report = self._on_member_report
+        self._ranks = ranks
+        self._start = start
         self._hello = hello
         self._address = address
         self._port = port
@@ -76,42 +71,40 @@ class HostAgent(RankSupervisor):
         self._lost = ""
         self._has_asked_to_leave = False
         self._told: set[tuple[str, int]] = set()  # what host 0 knows of which member
+        ranks.on_report = self._on_member_report
+        ranks.on_tick = self._attend
 
-    def wait(
-        self,
-        deadline: float | None = None,
-        *,
-        grace: float = STOP_GRACE,
-        is_stop_requested: Callable[[], bool] = lambda: False,
-    ) -> RankError | None:
-        """Take part in the run until it has ended.
+    def wait(self, is_stop_requested: Callable[[], bool]) -> RankError | None:
+        """Take part in the run until it has ended, and return why it has ended early.
+
+        Args:
+            is_stop_requested: As for `RankSupervisor.wait`.
 
         Raises:
             RendezvousError: The launcher of host 0 did not answer.
             UsageError: It refused this host.
         """
+        ranks = self._ranks
         if not self._join(is_stop_requested):
-            self.was_asked_to_stop = True
-            self.close()
+            ranks.stop_early()
             return None
         while self._end is None and not self._lost:
             if is_stop_requested() and not self._has_asked_to_leave:
                 self._has_asked_to_leave = True
                 log("SIGTERM: this host leaves the run")
                 self._post({"kind": "leave"})
-            self._answer_request()
-            if hang := self.hang_monitor.check():
-                self.terminate()
+            ranks.answer_request()
+            if hang := ranks.hang_monitor.check():
+                ranks.terminate()
                 return hang
-            self.process_events(TICK)
-            if not self.has_fork_server:
+            ranks.process_events(TICK)
+            if not ranks.has_fork_server:
                 self._lost = "the fork server of this host has exited"
-        self.terminate()
+        ranks.terminate()
         return self._conclude()
 
-    def process_events(self, timeout: float) -> None:
-        """Process what the members and the launcher of host 0 have sent, and pass it on."""
-        super().process_events(min(timeout, TICK))
+    def _attend(self) -> None:
+        """Pass on what the members have sent, and keep the connection to host 0 alive."""
         self._report_changes()
         if self._connection is not None:
             try:
@@ -120,8 +113,7 @@ class HostAgent(RankSupervisor):
                 self._lose(str(lost))
 
     def close(self) -> None:
-        """Release everything; members that still run are killed."""
-        super().close()
+        """Close the connection to host 0, after the members have ended."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -140,7 +132,7 @@ class HostAgent(RankSupervisor):
             except (RendezvousError, ConnectionLost) as error:
                 reason = str(error)
             else:
-                self.readers.add(self._connection.fileno(), self._on_coordinator)
+                self._ranks.readers.add(self._connection.fileno(), self._on_coordinator)
                 return True
             if wait.left <= 0:
                 raise RendezvousError(
@@ -148,7 +140,7 @@ class HostAgent(RankSupervisor):
                 )
             if wait.is_note_due():
                 log(f"{wait.describe(own, target)}: {reason}")
-            self.process_events(TICK)
+            self._ranks.process_events(TICK)
         return False
 
     def _attempt(self) -> HostConnection:
@@ -176,7 +168,7 @@ class HostAgent(RankSupervisor):
                 connection.silence = float(answer["silence"])
                 self._folder = answer["folder"]
                 for message in answers[1:]:
-                    self.obey(message)
+                    self._obey(message)
         except BaseException:
             connection.close()
             raise
@@ -191,27 +183,27 @@ class HostAgent(RankSupervisor):
         try:
             for message in self._connection.receive():
                 with reading():
-                    self.obey(message)
+                    self._obey(message)
         except ConnectionLost as lost:
             self._lose(str(lost))
         return True  # it is unregistered already if it is lost
 
-    def obey(self, message: Message) -> None:
+    def _obey(self, message: Message) -> None:
         """Carry an order of the launcher of host 0 out."""
         member = message.get("member", -1)
-        if message["kind"] not in ("start", "end") and member not in self.outcomes:
+        if message["kind"] not in ("start", "end") and member not in self._ranks.outcomes:
             return  # it was a member of this host before the host was lost
         match message["kind"]:
             case "start":
-                self.start(member, message["local_rank"], message["variables"])
-                self.outcomes[member].is_replaced = True  # host 0 judges how it ends
+                self._start(member, message["local_rank"], message["variables"])
+                self._ranks.outcomes[member].is_replaced = True  # host 0 judges how it ends
             case "send":
-                self.send(member, message["message"])
+                self._ranks.send(member, message["message"])
             case "signal":
-                self.send_signal(member, message["number"], group=message["group"])
+                self._ranks.send_signal(member, message["number"], group=message["group"])
             case "release":
-                if self.outcomes[member].status is not None:
-                    self.release(member)
+                if self._ranks.outcomes[member].status is not None:
+                    self._ranks.release(member)
             case "end":
                 self._end = message
 
@@ -219,7 +211,7 @@ class HostAgent(RankSupervisor):
         """Note that the launcher of host 0 is gone, unless it has ended the run."""
         if self._connection is None:
             return
-        self.readers.remove(self._connection.fileno())
+        self._ranks.readers.remove(self._connection.fileno())
         self._connection.close()
         self._connection = None
         if self._end is None:
@@ -246,13 +238,13 @@ class HostAgent(RankSupervisor):
 
     def _report_changes(self) -> None:
         """Report which members have started, published something, and exited."""
-        for member, pid in self.pids.items():
+        for member, pid in self._ranks.pids.items():
             if self._is_news("started", member):
                 self._post({"kind": "started", "member": member, "pid": pid})
-        for member in self.running:
-            if self.has_begun(member) and self._is_news("begun", member):
+        for member in self._ranks.running:
+            if self._ranks.has_begun(member) and self._is_news("begun", member):
                 self._post({"kind": "begun", "members": [member]})
-        for member, outcome in self.outcomes.items():
+        for member, outcome in self._ranks.outcomes.items():
             if outcome.status is not None and self._is_news("exit", member):
                 status = outcome.status
                 hint = outcome.hint

@@ -133,7 +133,9 @@ class ProcessContext:
         """Wait for the ranks as `RankSupervisor.wait` does; obey SIGTERM."""
         with _catch_sigterm() as requests:
             try:
-                error = self._ranks.wait(deadline, is_stop_requested=lambda: bool(requests))
+                error = self._ranks.wait(
+                    is_stop_requested=lambda: bool(requests), deadline=deadline
+                )
             except BaseException:
                 if requests:  # a second SIGTERM
                     self._ranks.terminate(grace=0.0)

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import FileError, LockstepError, RankError
@@ -64,6 +64,8 @@ from lockstep.messages import log
 __all__ = [
     "Interrupted",
     "RunFolder",
+    "StartRanks",
+    "StartedRanks",
     "launch_script",
     "open_store",
     "open_supervisor",
@@ -115,9 +117,24 @@ class RunFolder:
         return {RUN: str(self.path.resolve()), **({RESUME: "1"} if self.is_resumed else {})}
 
 
+class StartedRanks(NamedTuple):
+    """Ranks that a launch has started, or will start while it waits.
+
+    Attributes:
+        ranks: Their supervisor.
+        wait: Waits for them, as `RankSupervisor.wait` does.
+    """
+
+    ranks: RankSupervisor
+    wait: Callable[[float, Callable[[], bool]], RankError | None]
+
+
+StartRanks = Callable[[LaunchConfig, RunFolder], StartedRanks]
+
+
 def launch_script(
     config: LaunchConfig,
-    start: Callable[[LaunchConfig, RunFolder], RankSupervisor] | None = None,
+    start: StartRanks | None = None,
     *,
     exits: bool = False,
 ) -> int:
@@ -167,16 +184,14 @@ def launch_script(
 def _launch(
     config: LaunchConfig,
     folder: RunFolder,
-    start: Callable[[LaunchConfig, RunFolder], RankSupervisor],
+    start: StartRanks,
     exits: bool,
 ) -> int:
     with reports_on_request(), _interruptible() as requests, _live_region() as draw:
-        ranks = start(config, folder)
+        ranks, wait = start(config, folder)
         ranks.show_progress = draw
         try:
-            error = ranks.wait(
-                grace=config.grace, is_stop_requested=lambda: signal.SIGTERM in requests
-            )
+            error = wait(config.grace, lambda: signal.SIGTERM in requests)
         except BrokenPipeError:  # as in: lockstep run train.py | head
             log(f"SIGPIPE: ending {format_numbered(ranks.noun, ranks.running)}")
             raise Interrupted(signal.SIGPIPE) from None
@@ -257,7 +272,7 @@ def _make_log_folder(config: LaunchConfig) -> Path:
     return path
 
 
-def start_ranks(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
+def start_ranks(config: LaunchConfig, folder: RunFolder) -> StartedRanks:
     """Start the ranks of this host."""
     first = config.node_rank * config.nprocs
     ranks = open_supervisor(config, range(first, first + config.nprocs))
@@ -266,7 +281,7 @@ def start_ranks(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
         for local_rank in range(config.nprocs):
             variables = {**environment.variables(local_rank), **folder.variables()}
             start_rank(config, folder, ranks, first + local_rank, local_rank, variables)
-    return ranks
+    return StartedRanks(ranks, ranks.wait)
 
 
 @contextlib.contextmanager

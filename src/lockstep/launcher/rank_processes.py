@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 from lockstep.launcher.channel import Channel, Message, open_pair, read_memfd
 from lockstep.launcher.failure_attribution import (
@@ -36,7 +37,35 @@ from lockstep.launcher.stacks import STACK_SIGNAL
 from lockstep.launcher.tracebacks import is_full
 from lockstep.messages import log
 
-__all__ = ["RankProcesses", "StandardStreams"]
+__all__ = ["TICK", "OtherHosts", "RankProcesses", "StandardStreams"]
+
+TICK = 0.25  # seconds between two checks for unfinished lines of output, and of other hosts
+
+
+class OtherHosts(Protocol):
+    """The ranks of other hosts, which the launcher of this one has started there."""
+
+    @property
+    def present(self) -> Sequence[int]:
+        """The indices of the other hosts that can start ranks."""
+
+    def host_of(self, rank: int) -> int:
+        """Return the index of a rank's host; 0 for this one."""
+
+    def has_begun(self, rank: int) -> bool:
+        """Return whether a rank of another host has published an operation."""
+
+    def find_pid(self, rank: int) -> int:
+        """Return the process id of a rank on its host; 0 if it is unknown."""
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send a message to a rank of another host, if it still runs."""
+
+    def send_signal(self, rank: int, number: int, *, group: bool) -> None:
+        """Send a signal to a rank of another host, or to its whole process group."""
+
+    def release(self, rank: int) -> None:
+        """Close what belongs to a rank that has exited, if another host has started it."""
 
 
 # It has many attributes: all that exists once for each rank.
@@ -58,7 +87,10 @@ class RankProcesses:
         stores: The stores of the ranks.
         readers: What is called for descriptors that become readable.
         on_report: Called with every message of a rank; returns whether it has handled the message.
+        on_tick: Called after events were processed, at least every `TICK` seconds while the
+            ranks are waited for.
         show_progress: Called with the lines of a rank's live region, which have rich's markup.
+        others: The ranks of other hosts; None if this one has started them all.
         has_fork_server: Whether the fork server runs; if it ends, all ranks are killed.
     """
 
@@ -73,7 +105,9 @@ class RankProcesses:
         )
         self.stores = RankStores(channel)
         self.on_report: Callable[[int, Message], bool] = lambda rank, message: False
+        self.on_tick: Callable[[], None] = lambda: None
         self.show_progress: Callable[[Sequence[str]], None] = lambda lines: None
+        self.others: OtherHosts | None = None
         self.has_fork_server = True
         self._started: set[int] = set()
         self._channel: Channel | None = channel
@@ -95,20 +129,25 @@ class RankProcesses:
 
     @property
     def present(self) -> list[int]:
-        """The indices of the hosts that can start ranks: of this one alone."""
-        return [0]
+        """The indices of the hosts that can start ranks, including this one."""
+        return [0] if self.others is None else [0, *self.others.present]
 
     def host_of(self, rank: int) -> int:
         """Return the index of a rank's host."""
-        return 0
+        return 0 if self.others is None else self.others.host_of(rank)
 
     def has_begun(self, rank: int) -> bool:
         """Return whether a rank has published an operation."""
+        if (others := self._elsewhere(rank)) is not None:
+            return others.has_begun(rank)
         return self.probes.read_activity(rank).number > 0
 
     def find_pid(self, rank: int, asking: int) -> int:
         """Return a rank's process id; 0 if `asking` is on another host, or if it is unknown."""
-        return self.pids.get(rank, 0)
+        if self.host_of(rank) != self.host_of(asking):
+            return 0
+        others = self._elsewhere(rank)
+        return self.pids.get(rank, 0) if others is None else others.find_pid(rank)
 
     def remove_at_end(self, folder: str) -> None:
         """Have a folder and its contents removed at the end, even if this process is killed."""
@@ -154,14 +193,29 @@ class RankProcesses:
             for stream in output.streams:
                 self.readers.add(stream.reading, partial(output.read, stream), is_output=True)
 
+    def expect(self, rank: int) -> None:
+        """Count a rank that another host starts among those that are waited for."""
+        self.outcomes[rank] = Outcome(rank, noun=self.noun)
+        self._started.add(rank)
+
     def process_events(self, timeout: float) -> None:
         """Wait for messages and output of the ranks, at most `timeout` s, and process them."""
-        self.readers.process(timeout)
+        self.readers.process(min(timeout, TICK))
         for output in self.outputs.values():
             output.show_overdue()
+        self.on_tick()
 
     def send(self, rank: int, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message to a rank (`rank_process.receive_from_launcher`), if it still runs."""
+        """Send a message to a rank (`rank_process.receive_from_launcher`), if it still runs.
+
+        Args:
+            rank: The rank.
+            message: The message.
+            descriptors: Descriptors for a rank of this host.
+        """
+        if (others := self._elsewhere(rank)) is not None:
+            others.send(rank, message)
+            return
         with contextlib.suppress(OSError):
             if rank in self._reports:
                 self._reports[rank].send(message, descriptors)
@@ -178,9 +232,14 @@ class RankProcesses:
                 self.readers.remove(stream.reading)
             output.close()
         self.probes.remove(rank)
+        if self.others is not None:
+            self.others.release(rank)
 
     def send_signal(self, rank: int, number: int, *, group: bool = True) -> None:
         """Send a signal to a rank, or to its whole process group."""
+        if (others := self._elsewhere(rank)) is not None:
+            others.send_signal(rank, number, group=group)
+            return
         if self._channel is None:
             return
         message = {"kind": "signal", "rank": rank, "number": int(number), "group": group}
@@ -209,6 +268,11 @@ class RankProcesses:
         self.probes.close()
         self.stores.close()
         close_outputs(self.outputs, self.noun)
+
+    def _elsewhere(self, rank: int) -> OtherHosts | None:
+        """Return the other hosts if a rank is on one of them."""
+        others = self.others
+        return None if others is None or others.host_of(rank) == 0 else others
 
     # --- messages -----------------------------------------------------------------------------
 

@@ -31,11 +31,11 @@ from lockstep.launcher.failure_attribution import (
 )
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.rank_probes import group_exists
-from lockstep.launcher.rank_processes import RankProcesses
+from lockstep.launcher.rank_processes import TICK, RankProcesses
 from lockstep.launcher.signals import reports_on_request, take_stack_request
 from lockstep.messages import log
 
-__all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor"]
+__all__ = ["GRACE", "STOP_GRACE", "RankSupervisor"]
 
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 # Seconds that ranks have to stop on request. Kubernetes and Slurm kill everything after 30 s;
@@ -48,10 +48,9 @@ SETTLE = 0.05
 SETTLE_CONSEQUENCE = 2.0
 SETTLE_SAME = 0.5
 POLL = 0.005  # seconds between two checks of process groups that are ending
-TICK = 0.25  # seconds between two checks for unfinished lines of output
 
 
-# It has many methods: those of the processes that it waits for, which another host's can replace.
+# It has many methods: those of the processes that it waits for.
 class RankSupervisor(RankProcesses):
     """The ranks of one launch on this host, which it waits for and ends.
 
@@ -95,10 +94,10 @@ class RankSupervisor(RankProcesses):
 
     def wait(
         self,
-        deadline: float | None = None,
-        *,
         grace: float = STOP_GRACE,
         is_stop_requested: Callable[[], bool] = lambda: False,
+        *,
+        deadline: float | None = None,
     ) -> RankError | None:
         """Wait until every rank has succeeded, or one has failed and all were ended.
 
@@ -107,10 +106,10 @@ class RankSupervisor(RankProcesses):
         reached it directly, the ranks have a grace period to exit.
 
         Args:
-            deadline: A `time.monotonic()` time; None waits without limit.
             grace: Seconds that the ranks have to stop on request.
             is_stop_requested: Function that returns whether to ask them to stop; called several
                 times per second.
+            deadline: A `time.monotonic()` time; None waits without limit.
 
         Returns:
             None, or the error of the rank that failed first, or of a rank that hangs if the
@@ -125,7 +124,7 @@ class RankSupervisor(RankProcesses):
                     return self._end_after_failure()
                 if is_stop_requested() or any(outcome.has_stopped for outcome in self._all):
                     return self._wait_for_stop(grace, is_stop_requested)
-                self._answer_request()
+                self.answer_request()
                 if hang := self.hang_monitor.check():
                     self.terminate()
                     return hang
@@ -161,6 +160,11 @@ class RankSupervisor(RankProcesses):
             self._process_events_until(time.monotonic() + EXIT_TIMEOUT)
         self.close()
 
+    def stop_early(self) -> None:
+        """End the launch because a stop was requested before any rank was started."""
+        self.was_asked_to_stop = True
+        self.close()
+
     def _wait_for_stop(
         self, grace: float, is_stop_requested: Callable[[], bool]
     ) -> RankError | None:
@@ -173,7 +177,7 @@ class RankSupervisor(RankProcesses):
                 return self._end_after_failure()
             if time.monotonic() >= deadline:
                 break
-            self._answer_request()
+            self.answer_request()
             self.process_events(_shorten(TICK, deadline))
             if error := self.after_events():
                 self.terminate()
@@ -210,7 +214,7 @@ class RankSupervisor(RankProcesses):
         self._wait_for_groups(groups, time.monotonic() + EXIT_TIMEOUT)
         self.close_files()
 
-    def _answer_request(self) -> None:
+    def answer_request(self) -> None:
         """Print where the ranks are, if SIGUSR1 asked for it."""
         if take_stack_request():
             self.hang_monitor.print_places()

@@ -21,7 +21,7 @@ from lockstep.elastic.coordinator import ElasticCoordinator
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher.launch_config import LaunchConfig
-from lockstep.launcher.launch_script import RunFolder, launch_script, start_ranks
+from lockstep.launcher.launch_script import RunFolder, StartedRanks, launch_script, start_ranks
 from lockstep.launcher.run_folder import RECORD_FILE, find_linked_runs, locate_renamed
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.record.columns import as_float
@@ -121,7 +121,7 @@ def train_undisturbed(config: LaunchConfig) -> Baseline:
     """
     launched: list[Path | None] = []
 
-    def start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
+    def start(config: LaunchConfig, folder: RunFolder) -> StartedRanks:
         launched.append(folder.path)
         return start_ranks(config, folder)
 

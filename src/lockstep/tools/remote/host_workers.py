@@ -22,7 +22,8 @@ from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import function_task
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.pickling import dumps
-from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
+from lockstep.launcher.rank_processes import TICK
+from lockstep.launcher.supervisor import GRACE, RankSupervisor
 from lockstep.tools.remote.output_forwarder import ForwardedStream, StreamName
 
 __all__ = ["HostWorkers", "serve_driver"]

@@ -10,14 +10,14 @@ import pytest
 
 from lockstep.comm.transport.listener import MessageListener
 from lockstep.comm.transport.message_connection import connect_to
-from lockstep.elastic import host_supervisor
+from lockstep.elastic import agent_hosts
+from lockstep.elastic.agent_hosts import AgentHosts
 from lockstep.elastic.host_connection import PURPOSE, HostConnection
-from lockstep.elastic.host_supervisor import HostSupervisor
 from lockstep.kernel.errors import RendezvousError
 from lockstep.launcher import late_ranks
 from lockstep.launcher.channel import Message, open_pair
 from lockstep.launcher.failure_attribution import describe_end
-from lockstep.launcher.hang_monitor import HangPolicy
+from lockstep.launcher.supervisor import RankSupervisor
 from processes import until
 
 SECRET = bytes(range(32))
@@ -25,30 +25,28 @@ HELLO = {"kind": "join", "host": 1, "name": "node7", "nnodes": 3, "version": "1"
 
 
 @pytest.fixture
-def ranks() -> Iterator[HostSupervisor]:
+def ranks() -> Iterator[RankSupervisor]:
     ours, theirs = open_pair()
-    listening = socket.create_server(("127.0.0.1", 0))
-    ranks = HostSupervisor(
-        ours,
-        HangPolicy(),
-        MessageListener(listening, SECRET, PURPOSE),
-        nnodes=3,
-        silence=10.0,
-        folder=None,
-        version="1",
-    )
+    ranks = RankSupervisor(ours, range(0), noun="member")
     yield ranks
-    ranks.end_hosts(0, "")
     ranks.close()
     theirs.close()
 
 
 @pytest.fixture
-def connect(ranks: HostSupervisor) -> Iterator[Callable[..., Agent]]:
+def hosts(ranks: RankSupervisor) -> Iterator[AgentHosts]:
+    listener = MessageListener(socket.create_server(("127.0.0.1", 0)), SECRET, PURPOSE)
+    hosts = AgentHosts(ranks, listener, nnodes=3, silence=10.0, folder=None, version="1")
+    yield hosts
+    hosts.end(0, "")
+
+
+@pytest.fixture
+def connect(ranks: RankSupervisor, hosts: AgentHosts) -> Iterator[Callable[..., Agent]]:
     agents: list[Agent] = []
 
     def open_connection(**changes: object) -> Agent:
-        agents.append(Agent(ranks, **changes))
+        agents.append(Agent(ranks, hosts, **changes))
         return agents[-1]
 
     yield open_connection
@@ -59,9 +57,9 @@ def connect(ranks: HostSupervisor) -> Iterator[Callable[..., Agent]]:
 class Agent:
     """The other end: an agent whose messages the test writes."""
 
-    def __init__(self, ranks: HostSupervisor, **changes: object) -> None:
+    def __init__(self, ranks: RankSupervisor, hosts: AgentHosts, **changes: object) -> None:
         self._ranks = ranks
-        port = ranks._listener.port
+        port = hosts._listener.port
         self.connection = HostConnection(connect_to("127.0.0.1", port, SECRET, PURPOSE), 10.0)
         self.connection.send({**HELLO, **changes})
         self.received: list[Message] = []
@@ -82,7 +80,7 @@ class Agent:
         return self
 
 
-def run_until(ranks: HostSupervisor, condition: object) -> None:
+def run_until(ranks: RankSupervisor, condition: object) -> None:
     def holds() -> bool:
         ranks.process_events(0.01)
         return bool(condition())  # type: ignore[operator]
@@ -106,9 +104,9 @@ def test_hosts_that_do_not_fit_are_refused(ranks, connect, changes, reason, is_f
     assert ranks.present == [0, 1]
 
 
-def test_members_of_a_host_are_started_there_and_lost_with_it(ranks, connect, capfd):
+def test_members_of_a_host_are_started_there_and_lost_with_it(ranks, hosts, connect, capfd):
     agent = connect(host=2).join()
-    ranks.start_remote(2, 7, 0, {"RANK": "1"})
+    hosts.start(2, 7, 0, {"RANK": "1"})
     assert agent.receive() == {
         "kind": "start",
         "member": 7,
@@ -118,7 +116,7 @@ def test_members_of_a_host_are_started_there_and_lost_with_it(ranks, connect, ca
     agent.connection.send({"kind": "started", "member": 7, "pid": 99})
     agent.connection.send({"kind": "begun", "members": [7]})
     run_until(ranks, lambda: ranks.has_begun(7))
-    ranks.start_remote(2, 8, 1, {})
+    hosts.start(2, 8, 1, {})
     assert (ranks.host_of(7), ranks.find_pid(7, 8), ranks.find_pid(7, 0)) == (2, 99, 0)
     assert 7 not in ranks.pids  # those of this host, which it looks for
     agent.receive()
@@ -140,13 +138,13 @@ def test_members_of_a_host_are_started_there_and_lost_with_it(ranks, connect, ca
     assert describe_end(ranks.outcomes[7]) == "was lost with host 2 (node7)"
     assert ranks.present == [0]
     assert "host 2 (node7) closed the connection: member 7 is lost" in capfd.readouterr().err
-    ranks.start_remote(2, 9, 0, {})  # it was to start another member a moment ago
+    hosts.start(2, 9, 0, {})  # it was to start another member a moment ago
     assert describe_end(ranks.outcomes[9]) == "was lost with host 2"
 
 
-def test_an_agent_that_reports_about_members_of_others_is_lost(ranks, connect, capfd):
+def test_an_agent_that_reports_about_members_of_others_is_lost(ranks, hosts, connect, capfd):
     agents = [connect(host=host).join() for host in (1, 2)]
-    ranks.start_remote(2, 3, 0, {})
+    hosts.start(2, 3, 0, {})
     agents[0].connection.send({"kind": "exit", "member": 3, "status": 0, "hint": ""})
     run_until(ranks, lambda: ranks.present == [0, 2])
     assert ranks.outcomes[3].status is None
@@ -164,9 +162,9 @@ def test_an_agent_that_reports_about_members_of_others_is_lost(ranks, connect, c
         {"member": 3},
     ],
 )
-def test_an_agent_that_sends_something_else_is_lost(ranks, connect, capfd, message):
+def test_an_agent_that_sends_something_else_is_lost(ranks, hosts, connect, capfd, message):
     agent = connect().join()
-    ranks.start_remote(1, 3, 0, {})
+    hosts.start(1, 3, 0, {})
     agent.connection.send(message)
     agent.connection.send({"kind": "exit", "member": 3, "status": "x", "hint": ""})
     run_until(ranks, lambda: ranks.present == [0])
@@ -174,30 +172,29 @@ def test_an_agent_that_sends_something_else_is_lost(ranks, connect, capfd, messa
     assert "host 1 (node7) sent a message that cannot be processed (" in capfd.readouterr().err
 
 
-def test_a_host_that_is_asked_to_stop_is_dismissed(ranks, connect, capfd):
+def test_a_host_that_is_asked_to_stop_is_dismissed(ranks, hosts, connect, capfd):
     agent = connect().join()
-    ranks.start_remote(1, 5, 0, {})
+    hosts.start(1, 5, 0, {})
     agent.receive()
     agent.connection.send({"kind": "leave"})
     assert agent.receive()["number"] == signal.SIGKILL
     assert ranks.present == [0]
     agent.connection.send({"kind": "exit", "member": 5, "status": -9, "hint": ""})
     assert agent.receive() == {"kind": "end", "status": 143, "reason": ""}
-    run_until(ranks, lambda: 1 not in ranks._hosts)
+    run_until(ranks, lambda: 1 not in hosts._hosts)
     assert describe_end(ranks.outcomes[5]) == "was lost with host 1 (node7)"
     said = capfd.readouterr().err.splitlines()
     assert said[-1] == ("lockstep: host 1 (node7) was asked to stop and leaves, with member 5")
 
 
-def test_hosts_that_do_not_come_are_named(ranks, connect, monkeypatch, capfd):
-    monkeypatch.setattr(host_supervisor, "JOIN_TIMEOUT", 0.3)
+def test_hosts_that_do_not_come_are_named(hosts, connect, monkeypatch, capfd):
+    monkeypatch.setattr(agent_hosts, "JOIN_TIMEOUT", 0.3)
     monkeypatch.setattr(late_ranks, "NOTE_AFTER", 0.1)
     connect().join()
     with pytest.raises(RendezvousError, match=r"host 2 of 3 did not join within . s: start the"):
-        ranks.wait()
+        hosts.wait_for_all(lambda: False)
     assert " for host 2 of 3, and waits 0 s more" in capfd.readouterr().err
 
 
-def test_a_stop_is_heeded_while_hosts_are_missing(ranks):
-    assert ranks.wait(is_stop_requested=lambda: True) is None
-    assert ranks.was_asked_to_stop
+def test_a_stop_is_heeded_while_hosts_are_missing(hosts):
+    assert not hosts.wait_for_all(lambda: True)

@@ -1,10 +1,10 @@
-"""The supervisor of the members of an elastic run on several hosts, in the launcher of host 0.
+"""The other hosts of an elastic run, in the launcher of host 0.
 
 Members on other hosts look like members on this one: they are started, get messages and signals,
 report and exit. Their agents (`host_agent.py`) start them and pass everything on:
 
-    ElasticCoordinator ── start, send, signal ──> HostSupervisor ──> a process of this host
-                                            └────────── connection ──> agent ──> a process there
+    ElasticCoordinator ── start, send, signal ──> RankSupervisor ──> a process of this host
+                                                    └──> AgentHosts ──> agent ──> a process there
 
 When a host is lost, all of its members are. The launcher of a host that was lost may connect
 again; then the host gets new members.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,15 +23,14 @@ from pathlib import Path
 from lockstep.comm.transport.listener import MessageListener
 from lockstep.elastic.host_connection import ConnectionLost, HostConnection, reading
 from lockstep.formatting import format_numbered
-from lockstep.kernel.errors import RankError, RendezvousError
-from lockstep.launcher.channel import Channel, Message
-from lockstep.launcher.failure_attribution import Outcome
-from lockstep.launcher.hang_monitor import HangPolicy
+from lockstep.kernel.errors import RendezvousError
+from lockstep.launcher.channel import Message
 from lockstep.launcher.late_ranks import LongWait
-from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
+from lockstep.launcher.rank_processes import TICK
+from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import escape_control, log
 
-__all__ = ["HostSupervisor"]
+__all__ = ["AgentHosts"]
 
 JOIN_TIMEOUT = 300.0  # seconds that all hosts have to join at the beginning
 LEFT = 128 + signal.SIGTERM  # exit status of the launcher of a host that was asked to stop
@@ -59,27 +58,21 @@ class AgentHost:
     is_leaving: bool = False
 
 
-# It has many methods: those of a supervisor, of which it replaces what concerns other hosts.
-class HostSupervisor(RankSupervisor):
-    """The supervisor of local members, and of those on the hosts whose agents have connected.
+class AgentHosts:
+    """The members on the hosts whose agents have connected.
 
     Args:
-        channel: As for `RankSupervisor`.
-        hang_policy: The policy for members of this host that hang; agents have their own.
+        ranks: The supervisor of all members.
         listener: Accepts the connections of agents.
         nnodes: The number of hosts, including this one.
         silence: Seconds after which a host that sends nothing is lost.
         folder: The run's folder, which agents name in messages.
         version: The version that agents must have.
-
-    Attributes:
-        begin: Called when all hosts have joined, to start the members.
     """
 
     def __init__(
         self,
-        channel: Channel,
-        hang_policy: HangPolicy,
+        ranks: RankSupervisor,
         listener: MessageListener,
         *,
         nnodes: int,
@@ -87,8 +80,7 @@ class HostSupervisor(RankSupervisor):
         folder: Path | None,
         version: str,
     ) -> None:
-        super().__init__(channel, range(0), hang_policy=hang_policy, noun="member")
-        self.begin: Callable[[], None] = lambda: None
+        self._ranks = ranks
         self._listener = listener
         self._silence = silence
         self._nnodes = nnodes
@@ -98,24 +90,23 @@ class HostSupervisor(RankSupervisor):
         self._callers: dict[HostConnection, float] = {}  # that have not said who they are
         self._host_of: dict[int, int] = {}
         self._is_ending = False
+        ranks.others = self
+        ranks.on_tick = self._attend
 
     # --- hosts --------------------------------------------------------------------------------
 
     @property
     def present(self) -> list[int]:
-        """The hosts that can start members, including this one."""
-        return [0, *sorted(index for index, host in self._hosts.items() if not host.is_leaving)]
+        """The hosts that can start members."""
+        return sorted(index for index, host in self._hosts.items() if not host.is_leaving)
 
     def host_of(self, member: int) -> int:
-        """Return the index of a member's host."""
+        """Return the index of a member's host; 0 for this one."""
         return self._host_of.get(member, 0)
 
-    def start_remote(
-        self, host: int, member: int, local_rank: int, variables: Mapping[str, str]
-    ) -> None:
+    def start(self, host: int, member: int, local_rank: int, variables: Mapping[str, str]) -> None:
         """Have the agent of another host start a member."""
-        self.outcomes[member] = Outcome(member, noun=self.noun)
-        self._started.add(member)
+        self._ranks.expect(member)
         self._host_of[member] = host
         self._post(
             host,
@@ -129,7 +120,7 @@ class HostSupervisor(RankSupervisor):
         if host not in self._hosts:  # it was lost a moment ago
             self._lose_member(member, f"host {host}")
 
-    def end_hosts(self, status: int, reason: str) -> None:
+    def end(self, status: int, reason: str) -> None:
         """Tell all agents that the run has ended, and close the connections."""
         self._is_ending = True
         for host in [*self._hosts.values()]:
@@ -145,39 +136,32 @@ class HostSupervisor(RankSupervisor):
     def has_begun(self, rank: int) -> bool:
         """Return whether a member has published an operation."""
         host = self._find_host(rank)
-        return super().has_begun(rank) if host is None else rank in host.begun
+        return host is not None and rank in host.begun
 
-    def find_pid(self, rank: int, asking: int) -> int:
-        """Return a member's process id on its host; 0 if `asking` is on another one."""
-        if self.host_of(rank) != self.host_of(asking):
-            return 0
+    def find_pid(self, rank: int) -> int:
+        """Return a member's process id on its host; 0 if it is unknown."""
         host = self._find_host(rank)
-        return super().find_pid(rank, asking) if host is None else host.pids.get(rank, 0)
+        return 0 if host is None else host.pids.get(rank, 0)
 
-    def send(self, rank: int, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, rank: int, message: Message) -> None:
         """Send a message to a member, if it still runs."""
-        if self.host_of(rank) == 0:
-            super().send(rank, message, descriptors)
-        elif self.outcomes[rank].status is None:
+        if self._ranks.outcomes[rank].status is None:
             self._post(self.host_of(rank), {"kind": "send", "member": rank, "message": message})
 
-    def send_signal(self, rank: int, number: int, *, group: bool = True) -> None:
+    def send_signal(self, rank: int, number: int, *, group: bool) -> None:
         """Send a signal to a member, or to its whole process group."""
-        if self.host_of(rank) == 0:
-            super().send_signal(rank, number, group=group)
-        else:
-            message = {"kind": "signal", "member": rank, "number": int(number), "group": group}
-            self._post(self.host_of(rank), message)
+        message = {"kind": "signal", "member": rank, "number": int(number), "group": group}
+        self._post(self.host_of(rank), message)
 
     def release(self, rank: int) -> None:
-        """Close what belongs to a member that has exited; the others continue without it."""
-        super().release(rank)
+        """Have the agent close what belongs to a member that has exited."""
         if (host := self._find_host(rank)) is not None:
             self._post(host.index, {"kind": "release", "member": rank})
 
-    def process_events(self, timeout: float) -> None:
-        """Process what members and agents have sent, and keep the connections alive."""
-        super().process_events(min(timeout, TICK))
+    # --- waiting ------------------------------------------------------------------------------
+
+    def _attend(self) -> None:
+        """Take new connections, keep the others alive, and let hosts go that have left."""
         self._accept_callers()
         for host in [*self._hosts.values()]:
             try:
@@ -188,27 +172,12 @@ class HostSupervisor(RankSupervisor):
                 self._post(host.index, {"kind": "end", "status": LEFT, "reason": ""})
                 self._lose_host(host, "has left")
 
-    def wait(
-        self,
-        deadline: float | None = None,
-        *,
-        grace: float = STOP_GRACE,
-        is_stop_requested: Callable[[], bool] = lambda: False,
-    ) -> RankError | None:
-        """Wait until all hosts have joined, start the members, and wait for them.
+    def wait_for_all(self, is_stop_requested: Callable[[], bool]) -> bool:
+        """Wait until all hosts have joined; return False if a stop was requested before.
 
         Raises:
             RendezvousError: A host did not join in time.
         """
-        if not self._wait_for_hosts(is_stop_requested):
-            self.was_asked_to_stop = True
-            self.close()
-            return None
-        self.begin()
-        return super().wait(deadline, grace=grace, is_stop_requested=is_stop_requested)
-
-    def _wait_for_hosts(self, is_stop_requested: Callable[[], bool]) -> bool:
-        """Wait until all hosts have joined; return False if a stop was requested before."""
         wait = LongWait(JOIN_TIMEOUT)
         while missing := [host for host in range(1, self._nnodes) if host not in self._hosts]:
             if is_stop_requested():
@@ -222,7 +191,7 @@ class HostSupervisor(RankSupervisor):
                 )
             if wait.is_note_due():
                 log(wait.describe("host 0", f"{who} of {self._nnodes}"))
-            self.process_events(TICK)
+            self._ranks.process_events(TICK)
         return True
 
     # --- connections --------------------------------------------------------------------------
@@ -275,7 +244,7 @@ class HostSupervisor(RankSupervisor):
         index = message["host"]
         name = f"host {index} ({escape_control(str(message.get('name')))[:255]})"
         self._hosts[index] = host = AgentHost(index, name, connection)
-        self.readers.add(connection.fileno(), partial(self._on_agent, host))
+        self._ranks.readers.add(connection.fileno(), partial(self._on_agent, host))
         log(f"{name} joined")
 
     def _find_obstacle(self, message: Message) -> tuple[str, bool]:
@@ -287,7 +256,7 @@ class HostSupervisor(RankSupervisor):
             return f"--nnodes is {nnodes} here and {self._nnodes} on host 0", True
         if not 0 < index < self._nnodes:
             return f"--node-rank is {index}, which is not that of another host", True
-        if self._is_ending or self.was_asked_to_stop:
+        if self._is_ending or self._ranks.was_asked_to_stop:
             return "the run is ending", True
         if index in self._hosts:
             return f"{self._hosts[index].name} takes part in the run already", False
@@ -299,13 +268,13 @@ class HostSupervisor(RankSupervisor):
             for message in host.connection.receive():
                 if host.index in self._hosts:
                     with reading():
-                        self.take_agent_message(host, message)
+                        self._take(host, message)
         except ConnectionLost as lost:
             self._lose_host(host, str(lost))
             return True  # it is unregistered already
         return True
 
-    def take_agent_message(self, host: AgentHost, message: Message) -> None:
+    def _take(self, host: AgentHost, message: Message) -> None:
         """Process a message of an agent."""
         kind = message["kind"]
         member = message.get("member", -1)
@@ -321,9 +290,9 @@ class HostSupervisor(RankSupervisor):
             report = message["message"]
             if "time" in report:  # in seconds of that host's clock
                 report["time"] = time.monotonic() - float(message["age"])
-            self.take_report(member, report)
+            self._ranks.take_report(member, report)
         elif kind == "exit":
-            outcome = self.outcomes[member]
+            outcome = self._ranks.outcomes[member]
             outcome.status = int(message["status"])
             outcome.when = time.monotonic()
             outcome.hint = "" if outcome.was_terminated else str(message["hint"])
@@ -331,22 +300,22 @@ class HostSupervisor(RankSupervisor):
 
     def _dismiss_host(self, host: AgentHost) -> None:
         """Continue without a host that was asked to stop."""
-        if host.is_leaving or self.was_asked_to_stop:
+        if host.is_leaving or self._ranks.was_asked_to_stop:
             return
         host.is_leaving = True
         members = self._list_running(host)
         what = f", with {format_numbered('member', members)}" if members else ""
         log(f"{host.name} was asked to stop and leaves{what}")
         for member in members:
-            self.outcomes[member].lost_with = host.name
-            self.send_signal(member, signal.SIGKILL)
+            self._ranks.outcomes[member].lost_with = host.name
+            self._ranks.send_signal(member, signal.SIGKILL)
 
     def _lose_host(self, host: AgentHost, how: str) -> None:
         """Count all members of a host as lost, unless this was done already."""
         if self._hosts.get(host.index) is not host:
             return
         del self._hosts[host.index]
-        self.readers.remove(host.connection.fileno())
+        self._ranks.readers.remove(host.connection.fileno())
         host.connection.close()
         members = self._list_running(host)
         verb = "is" if len(members) == 1 else "are"
@@ -357,10 +326,10 @@ class HostSupervisor(RankSupervisor):
             self._lose_member(member, host.name)
 
     def _list_running(self, host: AgentHost) -> list[int]:
-        return [member for member in self.running if self.host_of(member) == host.index]
+        return [member for member in self._ranks.running if self.host_of(member) == host.index]
 
     def _lose_member(self, member: int, host: str) -> None:
-        outcome = self.outcomes[member]
+        outcome = self._ranks.outcomes[member]
         outcome.status = -signal.SIGKILL
         outcome.when = time.monotonic()
         outcome.lost_with = host
