@@ -68,7 +68,7 @@ class Agent:
         """Return the next message, while the supervisor runs."""
 
         def has_received() -> bool:
-            self._ranks.process_events(0.01)
+            self._ranks.processes.process_events(0.01)
             self.received += self.connection.receive(timeout=0.01)
             return bool(self.received)
 
@@ -82,7 +82,7 @@ class Agent:
 
 def run_until(ranks: RankSupervisor, condition: object) -> None:
     def holds() -> bool:
-        ranks.process_events(0.01)
+        ranks.processes.process_events(0.01)
         return bool(condition())  # type: ignore[operator]
 
     until(holds, "it does not happen", 10)
@@ -101,7 +101,7 @@ def test_hosts_that_do_not_fit_are_refused(ranks, connect, changes, reason, is_f
     connect().join()
     second = connect(**changes)
     assert second.receive() == {"kind": "refuse", "reason": reason, "is_final": is_final}
-    assert ranks.present == [0, 1]
+    assert ranks.processes.present == [0, 1]
 
 
 def test_members_of_a_host_are_started_there_and_lost_with_it(ranks, hosts, connect, capfd):
@@ -115,39 +115,43 @@ def test_members_of_a_host_are_started_there_and_lost_with_it(ranks, hosts, conn
     }
     agent.connection.send({"kind": "started", "member": 7, "pid": 99})
     agent.connection.send({"kind": "begun", "members": [7]})
-    run_until(ranks, lambda: ranks.has_begun(7))
+    run_until(ranks, lambda: ranks.processes.has_begun(7))
     hosts.start(2, 8, 1, {})
-    assert (ranks.host_of(7), ranks.find_pid(7, 8), ranks.find_pid(7, 0)) == (2, 99, 0)
-    assert 7 not in ranks.pids  # those of this host, which it looks for
+    assert (
+        ranks.processes.host_of(7),
+        ranks.processes.find_pid(7, 8),
+        ranks.processes.find_pid(7, 0),
+    ) == (2, 99, 0)
+    assert 7 not in ranks.processes.pids  # those of this host, which it looks for
     agent.receive()
-    ranks.send(7, {"kind": "leave"})
-    ranks.send_signal(7, signal.SIGTERM, group=False)
+    ranks.processes.send(7, {"kind": "leave"})
+    ranks.processes.send_signal(7, signal.SIGTERM, group=False)
     assert agent.receive() == {"kind": "send", "member": 7, "message": {"kind": "leave"}}
     expected = {"kind": "signal", "member": 7, "number": signal.SIGTERM, "group": False}
     assert agent.receive() == expected
     reports = []
-    ranks.on_report = lambda member, message: reports.append((member, message)) is None
+    ranks.processes.on_report = lambda member, message: reports.append((member, message)) is None
     agent.connection.send({"kind": "report", "member": 7, "message": {"kind": "ready"}, "age": 0})
     agent.connection.send({"kind": "exit", "member": 8, "status": -9, "hint": "; no memory"})
-    run_until(ranks, lambda: ranks.outcomes[8].status is not None)
+    run_until(ranks, lambda: ranks.processes.outcomes[8].status is not None)
     assert reports == [(7, {"kind": "ready"})]
-    assert describe_end(ranks.outcomes[8]) == "was killed by SIGKILL; no memory"
+    assert describe_end(ranks.processes.outcomes[8]) == "was killed by SIGKILL; no memory"
     agent.connection.close()
-    run_until(ranks, lambda: ranks.outcomes[7].status is not None)
-    assert ranks.outcomes[7].was_killed
-    assert describe_end(ranks.outcomes[7]) == "was lost with host 2 (node7)"
-    assert ranks.present == [0]
+    run_until(ranks, lambda: ranks.processes.outcomes[7].status is not None)
+    assert ranks.processes.outcomes[7].was_killed
+    assert describe_end(ranks.processes.outcomes[7]) == "was lost with host 2 (node7)"
+    assert ranks.processes.present == [0]
     assert "host 2 (node7) closed the connection: member 7 is lost" in capfd.readouterr().err
     hosts.start(2, 9, 0, {})  # it was to start another member a moment ago
-    assert describe_end(ranks.outcomes[9]) == "was lost with host 2"
+    assert describe_end(ranks.processes.outcomes[9]) == "was lost with host 2"
 
 
 def test_an_agent_that_reports_about_members_of_others_is_lost(ranks, hosts, connect, capfd):
     agents = [connect(host=host).join() for host in (1, 2)]
     hosts.start(2, 3, 0, {})
     agents[0].connection.send({"kind": "exit", "member": 3, "status": 0, "hint": ""})
-    run_until(ranks, lambda: ranks.present == [0, 2])
-    assert ranks.outcomes[3].status is None
+    run_until(ranks, lambda: ranks.processes.present == [0, 2])
+    assert ranks.processes.outcomes[3].status is None
     assert "reported about member 3, which is not on it" in capfd.readouterr().err
 
 
@@ -167,8 +171,8 @@ def test_an_agent_that_sends_something_else_is_lost(ranks, hosts, connect, capfd
     hosts.start(1, 3, 0, {})
     agent.connection.send(message)
     agent.connection.send({"kind": "exit", "member": 3, "status": "x", "hint": ""})
-    run_until(ranks, lambda: ranks.present == [0])
-    assert ranks.outcomes[3].status in (0, -signal.SIGKILL)
+    run_until(ranks, lambda: ranks.processes.present == [0])
+    assert ranks.processes.outcomes[3].status in (0, -signal.SIGKILL)
     assert "host 1 (node7) sent a message that cannot be processed (" in capfd.readouterr().err
 
 
@@ -178,11 +182,11 @@ def test_a_host_that_is_asked_to_stop_is_dismissed(ranks, hosts, connect, capfd)
     agent.receive()
     agent.connection.send({"kind": "leave"})
     assert agent.receive()["number"] == signal.SIGKILL
-    assert ranks.present == [0]
+    assert ranks.processes.present == [0]
     agent.connection.send({"kind": "exit", "member": 5, "status": -9, "hint": ""})
     assert agent.receive() == {"kind": "end", "status": 143, "reason": ""}
     run_until(ranks, lambda: 1 not in hosts._hosts)
-    assert describe_end(ranks.outcomes[5]) == "was lost with host 1 (node7)"
+    assert describe_end(ranks.processes.outcomes[5]) == "was lost with host 1 (node7)"
     said = capfd.readouterr().err.splitlines()
     assert said[-1] == ("lockstep: host 1 (node7) was asked to stop and leaves, with member 5")
 

@@ -101,8 +101,13 @@ def test_a_killed_rank_is_replaced(run, tmp_path):
 
         def form_and_observe():
             error = form_round()
-            if 3 in ranks.outcomes:
-                seen.append((ranks.outcomes[3].is_outside, ranks.outcomes[3].rank_in_world))
+            if 3 in ranks.processes.outcomes:
+                seen.append(
+                    (
+                        ranks.processes.outcomes[3].is_outside,
+                        ranks.processes.outcomes[3].rank_in_world,
+                    )
+                )
             return error
 
         ranks.after_events = form_and_observe
@@ -297,7 +302,7 @@ def test_a_signal_ends_all_members(run, number):
         def form_and_interrupt():
             error = form_round()
             if rounds.number == 2 and not members:
-                members.extend(ranks.pids.values())
+                members.extend(ranks.processes.pids.values())
                 os.kill(os.getpid(), number)
             return error
 
@@ -405,8 +410,8 @@ def test_an_exception_of_a_newcomer_does_not_end_the_run(run):
 
         def form_and_ask():
             error = form_round()
-            if 2 in ranks.outcomes and ranks.outcomes[2].status is not None:
-                assert 3 not in ranks.outcomes
+            if 2 in ranks.processes.outcomes and ranks.processes.outcomes[2].status is not None:
+                assert 3 not in ranks.processes.outcomes
                 ranks.after_events = form_round
                 request_ranks(folder, 2)
             return error

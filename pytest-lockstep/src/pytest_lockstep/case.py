@@ -92,11 +92,13 @@ def run_case(
         deadline = None if debugs is not None else time.monotonic() + timeout
         watch = _Watch(ranks, debugs)
         hang = watch.wait(deadline)
-        result.results = {rank: pickle.loads(value) for rank, value in ranks.values.items()}
-        result.failure = describe_failure(ranks.outcomes, watch.places, result.results)
+        result.results = {
+            rank: pickle.loads(value) for rank, value in ranks.processes.values.items()
+        }
+        result.failure = describe_failure(ranks.processes.outcomes, watch.places, result.results)
         if hang:
             result.failure = Failure(f"the test did not end within {timeout:g} s: {hang}")
-        pids = list(ranks.pids.values())
+        pids = list(ranks.processes.pids.values())
         ranks.close()
         result.sections = output.read()
     for rank, each in sorted(result.results.items()):
@@ -109,12 +111,14 @@ def run_case(
 
 
 def _start(ranks: RankSupervisor, order: Order, output: _Output) -> None:
-    port, store = choose_port(LOOPBACK), ranks.stores.create()
+    port, store = choose_port(LOOPBACK), ranks.processes.stores.create()
     environment = RankEnvironment(order.width, LOOPBACK, port, secrets.token_hex(4), store=store)
     for rank in range(order.width):
         work = write_memfd(pickle.dumps((run_order, (replace(order, rank=rank),))))
         task = function_task(environment.variables(rank))
-        ranks.start_rank(rank, task, work, output.shown.get(rank), output.streams.get(rank))
+        ranks.processes.start_rank(
+            rank, task, work, output.shown.get(rank), output.streams.get(rank)
+        )
         os.close(work)
 
 
@@ -168,7 +172,7 @@ class _Watch:
         Returns:
             An explanation of which ranks wait for which, if the deadline has passed; otherwise "".
         """
-        while self._ranks.running:
+        while self._ranks.processes.running:
             now = time.monotonic()
             if deadline is not None and now >= deadline and self._until is None:
                 explanation = drop_outer_frames(self._ranks.hang_monitor.explain())
@@ -178,26 +182,26 @@ class _Watch:
                 self._ranks.terminate(grace=0.0)
                 break
             self._note_exits()
-            if find_first_failure(self._ranks.outcomes.values()) is not None:
+            if find_first_failure(self._ranks.processes.outcomes.values()) is not None:
                 self._handle_failures()
             elif self._until is None and self._have_all_ended():
                 self._until = now + EXIT_GRACE
             limits = [limit for limit in (deadline, self._until) if limit is not None]
             left = max(0.0, min([now + TICK, *limits]) - time.monotonic())
             self._ranks.hang_monitor.sample()
-            self._ranks.process_events(left)
+            self._ranks.processes.process_events(left)
         self._note_exits()
         return ""
 
     def _have_all_ended(self) -> bool:
         return all(
             outcome.returned or outcome.status is not None
-            for outcome in self._ranks.outcomes.values()
+            for outcome in self._ranks.processes.outcomes.values()
         )
 
     def _note_exits(self) -> None:
         """Classify exits: one in the middle of a test is a failure, one by `kill` is not."""
-        for rank, outcome in self._ranks.outcomes.items():
+        for rank, outcome in self._ranks.processes.outcomes.items():
             if outcome.status == -signal.SIGKILL and outcome.returned:
                 outcome.returned = False
                 outcome.was_terminated = True
@@ -213,52 +217,54 @@ class _Watch:
         """After the first failure, record where the others are; let failed ranks tear down."""
         if self._until is None:
             self._settle()
-            if not all(self._has_reported(rank) for rank in self._ranks.running):
+            if not all(self._has_reported(rank) for rank in self._ranks.processes.running):
                 places = self._ranks.hang_monitor.describe_ranks()
-                self._ranks.process_events(0)  # ranks that failed meanwhile have a report to show
+                self._ranks.processes.process_events(
+                    0
+                )  # ranks that failed meanwhile have a report to show
                 self.places = {
                     rank: place for rank, place in places.items() if not self._has_reported(rank)
                 }
             self._until = time.monotonic() + TEARDOWN_GRACE
             self._debug()
-        for rank, outcome in self._ranks.outcomes.items():
+        for rank, outcome in self._ranks.processes.outcomes.items():
             if outcome.error is not None and rank not in self._released:
                 self._released.add(rank)
-                self._ranks.send(rank, {"kind": "release"})
+                self._ranks.processes.send(rank, {"kind": "release"})
 
     def _settle(self) -> None:
         """Wait for ranks that fail at the same time, and for the cause of a lost connection."""
         began = time.monotonic()
-        while len(self._ranks.running) > 0:
-            if all(self._has_reported(rank) for rank in self._ranks.running):
+        while len(self._ranks.processes.running) > 0:
+            if all(self._has_reported(rank) for rank in self._ranks.processes.running):
                 break
-            failure = find_first_failure(self._ranks.outcomes.values())
-            returned = any(outcome.returned for outcome in self._ranks.outcomes.values())
+            failure = find_first_failure(self._ranks.processes.outcomes.values())
+            returned = any(outcome.returned for outcome in self._ranks.processes.outcomes.values())
             waits = failure is not None and is_consequence(failure) and not returned
             if time.monotonic() >= began + (SETTLE_CONSEQUENCE if waits else SETTLE):
                 break
-            self._ranks.process_events(POLL)
+            self._ranks.processes.process_events(POLL)
             self._note_exits()
 
     def _has_reported(self, rank: int) -> bool:
-        outcome = self._ranks.outcomes[rank]
+        outcome = self._ranks.processes.outcomes[rank]
         return outcome.returned or outcome.error is not None
 
     def _debug(self) -> None:
         """Lend the terminal to a failed rank that is debugged, until it ends."""
-        failure = find_first_failure(self._ranks.outcomes.values())
+        failure = find_first_failure(self._ranks.processes.outcomes.values())
         if self._debugs is None or failure is None:
             return
         chosen = [
             rank
-            for rank in sorted(self._ranks.running, key=lambda rank: rank != failure.rank)
-            if self._ranks.outcomes[rank].error is not None and self._debugs(rank)
+            for rank in sorted(self._ranks.processes.running, key=lambda rank: rank != failure.rank)
+            if self._ranks.processes.outcomes[rank].error is not None and self._debugs(rank)
         ]
         if chosen:
             self._released.add(chosen[0])
-            self._ranks.send(chosen[0], {"kind": "debug"}, [0, 1, 2])
-            while chosen[0] in self._ranks.running:
-                self._ranks.process_events(TICK)
+            self._ranks.processes.send(chosen[0], {"kind": "debug"}, [0, 1, 2])
+            while chosen[0] in self._ranks.processes.running:
+                self._ranks.processes.process_events(TICK)
 
 
 def _conclude(result: CaseResult) -> None:

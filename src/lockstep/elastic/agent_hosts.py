@@ -81,6 +81,7 @@ class AgentHosts:
         version: str,
     ) -> None:
         self._ranks = ranks
+        self._processes = ranks.processes
         self._listener = listener
         self._silence = silence
         self._nnodes = nnodes
@@ -90,8 +91,8 @@ class AgentHosts:
         self._callers: dict[HostConnection, float] = {}  # that have not said who they are
         self._host_of: dict[int, int] = {}
         self._is_ending = False
-        ranks.others = self
-        ranks.on_tick = self._attend
+        ranks.processes.others = self
+        ranks.processes.on_tick = self._attend
 
     # --- hosts --------------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ class AgentHosts:
 
     def start(self, host: int, member: int, local_rank: int, variables: Mapping[str, str]) -> None:
         """Have the agent of another host start a member."""
-        self._ranks.expect(member)
+        self._processes.expect(member)
         self._host_of[member] = host
         self._post(
             host,
@@ -145,7 +146,7 @@ class AgentHosts:
 
     def send(self, rank: int, message: Message) -> None:
         """Send a message to a member, if it still runs."""
-        if self._ranks.outcomes[rank].status is None:
+        if self._processes.outcomes[rank].status is None:
             self._post(self.host_of(rank), {"kind": "send", "member": rank, "message": message})
 
     def send_signal(self, rank: int, number: int, *, group: bool) -> None:
@@ -191,7 +192,7 @@ class AgentHosts:
                 )
             if wait.is_note_due():
                 log(wait.describe("host 0", f"{who} of {self._nnodes}"))
-            self._ranks.process_events(TICK)
+            self._processes.process_events(TICK)
         return True
 
     # --- connections --------------------------------------------------------------------------
@@ -244,7 +245,7 @@ class AgentHosts:
         index = message["host"]
         name = f"host {index} ({escape_control(str(message.get('name')))[:255]})"
         self._hosts[index] = host = AgentHost(index, name, connection)
-        self._ranks.readers.add(connection.fileno(), partial(self._on_agent, host))
+        self._processes.readers.add(connection.fileno(), partial(self._on_agent, host))
         log(f"{name} joined")
 
     def _find_obstacle(self, message: Message) -> tuple[str, bool]:
@@ -290,9 +291,9 @@ class AgentHosts:
             report = message["message"]
             if "time" in report:  # in seconds of that host's clock
                 report["time"] = time.monotonic() - float(message["age"])
-            self._ranks.take_report(member, report)
+            self._processes.take_report(member, report)
         elif kind == "exit":
-            outcome = self._ranks.outcomes[member]
+            outcome = self._processes.outcomes[member]
             outcome.status = int(message["status"])
             outcome.when = time.monotonic()
             outcome.hint = "" if outcome.was_terminated else str(message["hint"])
@@ -307,15 +308,15 @@ class AgentHosts:
         what = f", with {format_numbered('member', members)}" if members else ""
         log(f"{host.name} was asked to stop and leaves{what}")
         for member in members:
-            self._ranks.outcomes[member].lost_with = host.name
-            self._ranks.send_signal(member, signal.SIGKILL)
+            self._processes.outcomes[member].lost_with = host.name
+            self._processes.send_signal(member, signal.SIGKILL)
 
     def _lose_host(self, host: AgentHost, how: str) -> None:
         """Count all members of a host as lost, unless this was done already."""
         if self._hosts.get(host.index) is not host:
             return
         del self._hosts[host.index]
-        self._ranks.readers.remove(host.connection.fileno())
+        self._processes.readers.remove(host.connection.fileno())
         host.connection.close()
         members = self._list_running(host)
         verb = "is" if len(members) == 1 else "are"
@@ -326,10 +327,10 @@ class AgentHosts:
             self._lose_member(member, host.name)
 
     def _list_running(self, host: AgentHost) -> list[int]:
-        return [member for member in self._ranks.running if self.host_of(member) == host.index]
+        return [member for member in self._processes.running if self.host_of(member) == host.index]
 
     def _lose_member(self, member: int, host: str) -> None:
-        outcome = self._ranks.outcomes[member]
+        outcome = self._processes.outcomes[member]
         outcome.status = -signal.SIGKILL
         outcome.when = time.monotonic()
         outcome.lost_with = host

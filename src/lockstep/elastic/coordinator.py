@@ -104,15 +104,16 @@ class ElasticCoordinator:
             raise UsageError("--min and --max: elastic runs need Linux")
         self._round = CurrentRound()
         self._ranks = ranks
+        self._processes = ranks.processes
         self._wanted = wanted
         self._at_least = at_least
         self._folder = folder
         states = StateFolder(folder)
-        ranks.remove_at_end(str(states.path))
+        ranks.processes.remove_at_end(str(states.path))
         self._restarts = Restarts(states)
-        self._starter = MemberStarter(ranks, start, environment, nnodes, {})
+        self._starter = MemberStarter(ranks.processes, start, environment, nnodes, {})
         self._newcomers = Newcomers(self._start_newcomer)
-        self._exits = MemberExits(ranks, self._round, self._newcomers)
+        self._exits = MemberExits(ranks.processes, self._round, self._newcomers)
         self._told = (-1, 0, False)  # member, round, and whether newcomers waited
         self._reports: Sequence[Report] = ()  # of the last round
         self._transfer: StateTransfer | None = None
@@ -120,7 +121,7 @@ class ElasticCoordinator:
         self._has_ended = False
         ranks.after_events = self.advance
         ranks.before_end = self.dismiss_waiting
-        ranks.on_report = self._on_report
+        ranks.processes.on_report = self._on_report
 
     @property
     def number(self) -> int:
@@ -148,7 +149,7 @@ class ElasticCoordinator:
         Returns:
             The reason why the run cannot continue; None if it can.
         """
-        if not self._ranks.has_fork_server:
+        if not self._processes.has_fork_server:
             return self._error
         self._exits.notice()
         self._read_request()
@@ -168,11 +169,11 @@ class ElasticCoordinator:
         """Let the members exit that wait for a message, since SIGTERM does not wake them."""
         self._has_ended = True
         for member in [*self._round.reports, *self._newcomers]:
-            self._ranks.send(member, {"kind": "leave"})
+            self._processes.send(member, {"kind": "leave"})
 
     @property
     def _is_stopping(self) -> bool:
-        outcomes = [self._ranks.outcomes[member] for member in self.members]
+        outcomes = [self._processes.outcomes[member] for member in self.members]
         return self._ranks.was_asked_to_stop or any(outcome.has_stopped for outcome in outcomes)
 
     @property
@@ -184,7 +185,7 @@ class ElasticCoordinator:
             case "waiting":  # for ranks of a world; the supervisor knows members
                 members = [m for rank, m in enumerate(self.members) if rank in message["ranks"]]
                 is_member = member in self.members
-                self._ranks.outcomes[member].waiting_for = tuple(members) if is_member else ()
+                self._processes.outcomes[member].waiting_for = tuple(members) if is_member else ()
             case "ready" if member in self._newcomers:
                 self._newcomers.note_ready(member)
             case "round_over" if member in self.members and message["round"] == self.number:
@@ -197,7 +198,7 @@ class ElasticCoordinator:
                 is_busy = self._restarts.next is not None or self._transfer is not None
                 self._restarts.note_resumed(member, self.members, is_busy=is_busy)
         if self._has_ended and message["kind"] in ("ready", "round_over"):
-            self._ranks.send(member, {"kind": "leave"})
+            self._processes.send(member, {"kind": "leave"})
         return message["kind"] in KINDS
 
     def _note_report(self, report: Report) -> None:
@@ -240,16 +241,16 @@ class ElasticCoordinator:
             if self._round.lost or is_admission or is_late:  # a busy machine may connect too late
                 self._plan([self._round.reports[member] for member in alive])
         elif any(
-            set(self._ranks.outcomes[member].waiting_for) & self._round.lost.keys()
+            set(self._processes.outcomes[member].waiting_for) & self._round.lost.keys()
             for member in alive
         ):
             self._restart()
         elif not any(
-            self._ranks.has_begun(member) or member in self._round.reports for member in alive
+            self._processes.has_begun(member) or member in self._round.reports for member in alive
         ):  # nobody has an operation to report yet: they may be waiting in `init`
             noticed = self._round.noticed
             is_late = noticed is not None and time.time() - noticed >= REPORT_TIMEOUT
-            if is_late or self._ranks.stores.is_lost:
+            if is_late or self._processes.stores.is_lost:
                 self._restart()
         elif self._round.lost and has_to_be_replaced([*self._round.reports.values()]):
             self._replace_silent_members([*self._round.reports.values()])
@@ -265,7 +266,7 @@ class ElasticCoordinator:
             self._restart()
 
     def _plan(self, reports: Sequence[Report]) -> None:
-        is_ending = self._is_stopping or bool(self._round.done) or self._ranks.stores.is_lost
+        is_ending = self._is_stopping or bool(self._round.done) or self._processes.stores.is_lost
         plan = plan_round(
             reports,
             [] if is_ending else self._newcomers.ready,
@@ -279,11 +280,11 @@ class ElasticCoordinator:
             self._execute(plan)
 
     def _execute(self, plan: RoundPlan) -> None:
-        if isinstance(plan, Continue) and not self._ranks.stores.is_lost:
+        if isinstance(plan, Continue) and not self._processes.stores.is_lost:
             self._continue(plan)
         elif isinstance(plan, RestartTransfer):
             folder = self._restarts.states.begin_transfer()
-            self._transfer = StateTransfer(plan, folder, self._ranks.send)
+            self._transfer = StateTransfer(plan, folder, self._processes.send)
             self._round.writers = {*self._transfer.writers}
         else:
             self._restart()
@@ -293,13 +294,13 @@ class ElasticCoordinator:
         members = order_by_host(
             [member for member in plan.members if member not in plan.joined],
             plan.joined,
-            self._ranks.host_of,
+            self._processes.host_of,
         )
         message = {
             "kind": "round",
             **self._round.describe_end(),
             "world_size": len(members),
-            "hosts": [self._ranks.host_of(member) for member in members],
+            "hosts": [self._processes.host_of(member) for member in members],
             "newcomers": [members.index(member) for member in plan.joined],
             "store": self._starter.store,
             "operation": plan.operation,
@@ -312,10 +313,10 @@ class ElasticCoordinator:
         self._exits.dismiss(plan.left)
         self._round.begin_next(members)
         for rank, member in enumerate(members):
-            self._ranks.outcomes[member].rank_in_world = rank
-            self._ranks.outcomes[member].is_outside = False
-            pids = [self._ranks.find_pid(other, member) for other in members]
-            self._ranks.send(member, {**message, "rank": rank, "pids": pids})
+            self._processes.outcomes[member].rank_in_world = rank
+            self._processes.outcomes[member].is_outside = False
+            pids = [self._processes.find_pid(other, member) for other in members]
+            self._processes.send(member, {**message, "rank": rank, "pids": pids})
         log(f"round {self.number}: {plan.describe()}")
 
     def _fail_for_few(self, ranks: int) -> None:
@@ -334,7 +335,7 @@ class ElasticCoordinator:
         """Start and announce newcomers, or announce that members have to leave."""
         if self._restarts.next or self._transfer or self._round.lost or self._round.reports:
             return
-        if self._ranks.stores.is_lost:  # nobody can join, and those that have need no store
+        if self._processes.stores.is_lost:  # nobody can join, and those that have need no store
             return
         if not has_to_be_replaced(self._reports):
             self._newcomers.start_missing(len(self.members), self._reachable)
@@ -352,7 +353,7 @@ class ElasticCoordinator:
         was_told = self._told[0] == first and self._told[2]
         if (count and self._told != (first, self.number, True)) or (not count and was_told):
             self._told = (first, self.number, bool(count))
-            self._ranks.send(first, {"kind": "newcomers", "round": self.number, "count": count})
+            self._processes.send(first, {"kind": "newcomers", "round": self.number, "count": count})
 
     def _start_newcomer(self, rank: int) -> int:
         others = [*self._exits.alive, *self._newcomers]
@@ -388,7 +389,7 @@ class ElasticCoordinator:
         self._exits.dismiss([*self._exits.alive, *self._newcomers])
         for member in self.members:
             if member not in self._exits.leaving and member not in self._round.lost:
-                self._ranks.release(member)
+                self._processes.release(member)
         self._round.clear()
         self._replace_members()
 

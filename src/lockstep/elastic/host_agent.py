@@ -60,6 +60,7 @@ class HostAgent:
         secret: bytes,
     ) -> None:
         self._ranks = ranks
+        self._processes = ranks.processes
         self._start = start
         self._hello = hello
         self._address = address
@@ -71,8 +72,8 @@ class HostAgent:
         self._lost = ""
         self._has_asked_to_leave = False
         self._told: set[tuple[str, int]] = set()  # what host 0 knows of which member
-        ranks.on_report = self._on_member_report
-        ranks.on_tick = self._attend
+        ranks.processes.on_report = self._on_member_report
+        ranks.processes.on_tick = self._attend
 
     def wait(self, is_stop_requested: Callable[[], bool]) -> RankError | None:
         """Take part in the run until it has ended, and return why it has ended early.
@@ -97,8 +98,8 @@ class HostAgent:
             if hang := ranks.hang_monitor.check():
                 ranks.terminate()
                 return hang
-            ranks.process_events(TICK)
-            if not ranks.has_fork_server:
+            ranks.processes.process_events(TICK)
+            if not ranks.processes.has_fork_server:
                 self._lost = "the fork server of this host has exited"
         ranks.terminate()
         return self._conclude()
@@ -132,7 +133,7 @@ class HostAgent:
             except (RendezvousError, ConnectionLost) as error:
                 reason = str(error)
             else:
-                self._ranks.readers.add(self._connection.fileno(), self._on_coordinator)
+                self._processes.readers.add(self._connection.fileno(), self._on_coordinator)
                 return True
             if wait.left <= 0:
                 raise RendezvousError(
@@ -140,7 +141,7 @@ class HostAgent:
                 )
             if wait.is_note_due():
                 log(f"{wait.describe(own, target)}: {reason}")
-            self._ranks.process_events(TICK)
+            self._processes.process_events(TICK)
         return False
 
     def _attempt(self) -> HostConnection:
@@ -191,19 +192,19 @@ class HostAgent:
     def _obey(self, message: Message) -> None:
         """Carry an order of the launcher of host 0 out."""
         member = message.get("member", -1)
-        if message["kind"] not in ("start", "end") and member not in self._ranks.outcomes:
+        if message["kind"] not in ("start", "end") and member not in self._processes.outcomes:
             return  # it was a member of this host before the host was lost
         match message["kind"]:
             case "start":
                 self._start(member, message["local_rank"], message["variables"])
-                self._ranks.outcomes[member].is_replaced = True  # host 0 judges how it ends
+                self._processes.outcomes[member].is_replaced = True  # host 0 judges how it ends
             case "send":
-                self._ranks.send(member, message["message"])
+                self._processes.send(member, message["message"])
             case "signal":
-                self._ranks.send_signal(member, message["number"], group=message["group"])
+                self._processes.send_signal(member, message["number"], group=message["group"])
             case "release":
-                if self._ranks.outcomes[member].status is not None:
-                    self._ranks.release(member)
+                if self._processes.outcomes[member].status is not None:
+                    self._processes.release(member)
             case "end":
                 self._end = message
 
@@ -211,7 +212,7 @@ class HostAgent:
         """Note that the launcher of host 0 is gone, unless it has ended the run."""
         if self._connection is None:
             return
-        self._ranks.readers.remove(self._connection.fileno())
+        self._processes.readers.remove(self._connection.fileno())
         self._connection.close()
         self._connection = None
         if self._end is None:
@@ -238,13 +239,13 @@ class HostAgent:
 
     def _report_changes(self) -> None:
         """Report which members have started, published something, and exited."""
-        for member, pid in self._ranks.pids.items():
+        for member, pid in self._processes.pids.items():
             if self._is_news("started", member):
                 self._post({"kind": "started", "member": member, "pid": pid})
-        for member in self._ranks.running:
-            if self._ranks.has_begun(member) and self._is_news("begun", member):
+        for member in self._processes.running:
+            if self._processes.has_begun(member) and self._is_news("begun", member):
                 self._post({"kind": "begun", "members": [member]})
-        for member, outcome in self._ranks.outcomes.items():
+        for member, outcome in self._processes.outcomes.items():
             if outcome.status is not None and self._is_news("exit", member):
                 status = outcome.status
                 hint = outcome.hint

@@ -13,7 +13,7 @@ from lockstep.elastic.host_plan import (
     share_ranks,
 )
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, RankEnvironment
-from lockstep.launcher.supervisor import RankSupervisor
+from lockstep.launcher.rank_processes import RankProcesses
 
 __all__ = ["MemberStarter", "StartMember"]
 
@@ -25,7 +25,7 @@ class MemberStarter:
     """Starts members, with numbers that are never used again.
 
     Args:
-        ranks: The supervisor of the members, whose numbers are its ranks.
+        processes: The processes of the members, whose numbers are their ranks.
         start: Starts a member.
         environment: The variables of the members.
         nnodes: The number of hosts, some of which may be lost.
@@ -37,14 +37,14 @@ class MemberStarter:
 
     def __init__(
         self,
-        ranks: RankSupervisor,
+        processes: RankProcesses,
         start: StartMember,
         environment: RankEnvironment,
         nnodes: int,
         common: Mapping[str, str],
     ) -> None:
         self.common = common
-        self._ranks = ranks
+        self._processes = processes
         self._start = start
         self._environment = environment
         self._nnodes = nnodes
@@ -62,7 +62,7 @@ class MemberStarter:
 
     def renew_store(self) -> None:
         """Replace the store after all members have exited, if it is private or lost."""
-        stores = self._ranks.stores
+        stores = self._processes.stores
         if self.store:
             store = stores.create()
             stores.close_private(self.store)
@@ -76,7 +76,7 @@ class MemberStarter:
         if not self.has_hosts:
             return wanted
         shares = share_ranks(wanted, self._nnodes)
-        return sum(shares[host] for host in self._ranks.present)
+        return sum(shares[host] for host in self._processes.present)
 
     def list_next(self, count: int) -> list[int]:
         """Return the numbers of the next members that are started."""
@@ -90,11 +90,11 @@ class MemberStarter:
             number: The number of the round.
             variables: Their variables.
         """
-        present = self._ranks.present
+        present = self._processes.present
         shares = zip(present, share_ranks(count, len(present)), strict=True)
         for coordinates in find_coordinates([host for host, share in shares for _ in range(share)]):
             member = self._start_member(coordinates, self._environment, number, variables)
-            self._ranks.outcomes[member].rank_in_world = coordinates.rank
+            self._processes.outcomes[member].rank_in_world = coordinates.rank
 
     def start_newcomer(self, rank: int, wanted: int, number: int, others: Iterable[int]) -> int:
         """Start a member that joins others, and return its number.
@@ -105,14 +105,14 @@ class MemberStarter:
             number: The number of the round.
             others: The members and newcomers that there are.
         """
-        members = Counter(map(self._ranks.host_of, others))
+        members = Counter(map(self._processes.host_of, others))
         shares = share_ranks(wanted, self._nnodes)
-        host = choose_host(shares, self._ranks.present, members) or 0
+        host = choose_host(shares, self._processes.present, members) or 0
         hosts = [index for index in range(self._nnodes) for _ in range(members[index])]
         coordinates = replace(find_coordinates([*hosts, host])[-1], rank=rank, world_size=rank + 1)
         environment = replace(self._environment, store="")
         member = self._start_member(coordinates, environment, number, {JOIN: "1"})
-        self._ranks.outcomes[member].is_outside = True
+        self._processes.outcomes[member].is_outside = True
         return member
 
     def _start_member(

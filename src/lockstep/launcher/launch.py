@@ -84,16 +84,19 @@ class ProcessContext:
     @property
     def processes(self) -> list[int]:
         """The ranks' process ids, in rank order."""
-        while len(self._ranks.pids) < len(self._ranks.outcomes) and self._ranks.running:
-            self._ranks.process_events(0.1)
-        return [self._ranks.pids[rank] for rank in self._ranks.outcomes]
+        while (
+            len(self._ranks.processes.pids) < len(self._ranks.processes.outcomes)
+            and self._ranks.processes.running
+        ):
+            self._ranks.processes.process_events(0.1)
+        return [self._ranks.processes.pids[rank] for rank in self._ranks.processes.outcomes]
 
     @property
     def exitcodes(self) -> list[int | None]:
         """Each rank's exit status, negative for a signal, None while it runs."""
-        if self._ranks.running:
-            self._ranks.process_events(0)
-        return [outcome.status for outcome in self._ranks.outcomes.values()]
+        if self._ranks.processes.running:
+            self._ranks.processes.process_events(0)
+        return [outcome.status for outcome in self._ranks.processes.outcomes.values()]
 
     def join(self, timeout: float | None = None) -> list[Any]:
         """Wait for every rank and return their values in rank order.
@@ -117,13 +120,13 @@ class ProcessContext:
             error = self._wait(min(limits) if limits else None)
         except TimeoutError:
             if self._deadline is None or time.monotonic() < self._deadline:
-                late = format_numbered("rank", self._ranks.running)
+                late = format_numbered("rank", self._ranks.processes.running)
                 raise TimeoutError(f"{late} did not return within {timeout:g} s") from None
             error = self._end_late_ranks()
         except BaseException:
             self.terminate()
             raise
-        if not self._ranks.running:
+        if not self._ranks.processes.running:
             self.terminate()
         if error is not None:
             raise error
@@ -161,8 +164,8 @@ class ProcessContext:
 
     def _end_late_ranks(self) -> RankError:
         """End the ranks after the timeout; return an error that says where they were."""
-        running = self._ranks.running
-        call_sites = {rank: self._ranks.probes.locate(rank) for rank in running}
+        running = self._ranks.processes.running
+        call_sites = {rank: self._ranks.processes.probes.locate(rank) for rank in running}
         where = ", ".join(
             f"rank {rank} was {call_site}" for rank, call_site in call_sites.items() if call_site
         )
@@ -256,14 +259,14 @@ def start(
     server = get_fork_server()
     ranks = RankSupervisor(server.open_launch(), range(nprocs))
     port = choose_port(LOOPBACK)
-    store = ranks.stores.create()
+    store = ranks.processes.stores.create()
     environment = RankEnvironment(nprocs, LOOPBACK, port, secrets.token_hex(4), store=store)
     number = next(_launches)
     work = write_memfd(pickled)
     for rank in range(nprocs):
         task = function_task(environment.variables(rank))
         task |= {"launch": number, "pass_rank": pass_rank}
-        ranks.start_rank(rank, task, work, has_input=rank == 0)
+        ranks.processes.start_rank(rank, task, work, has_input=rank == 0)
     os.close(work)
     return ProcessContext(ranks, timeout)
 
@@ -336,7 +339,7 @@ def _pickle(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _values(ranks: RankSupervisor) -> list[Any]:
-    silent = [rank for rank in ranks.outcomes if rank not in ranks.values]
+    silent = [rank for rank in ranks.processes.outcomes if rank not in ranks.processes.values]
     if silent:
         error = RankError(
             f"{format_numbered('rank', silent)} exited with status 0 before its function returned"
@@ -344,4 +347,4 @@ def _values(ranks: RankSupervisor) -> list[Any]:
         error.rank = silent[0]
         error.status = 0
         raise error
-    return [pickle.loads(ranks.values[rank]) for rank in ranks.outcomes]
+    return [pickle.loads(ranks.processes.values[rank]) for rank in ranks.processes.outcomes]

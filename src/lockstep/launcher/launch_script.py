@@ -189,17 +189,17 @@ def _launch(
 ) -> int:
     with reports_on_request(), _interruptible() as requests, _live_region() as draw:
         ranks, wait = start(config, folder)
-        ranks.show_progress = draw
+        ranks.processes.show_progress = draw
         try:
             error = wait(config.grace, lambda: signal.SIGTERM in requests)
         except BrokenPipeError:  # as in: lockstep run train.py | head
-            log(f"SIGPIPE: ending {format_numbered(ranks.noun, ranks.running)}")
+            log(f"SIGPIPE: ending {format_numbered(ranks.processes.noun, ranks.processes.running)}")
             raise Interrupted(signal.SIGPIPE) from None
         except Interrupted as interruption:
             if interruption.number == signal.SIGINT and sys.stderr.isatty():
                 print(file=sys.stderr)  # the terminal has just shown ^C
-            if ranks.running:
-                running = format_numbered(ranks.noun, ranks.running)
+            if ranks.processes.running:
+                running = format_numbered(ranks.processes.noun, ranks.processes.running)
                 log(f"{signal_name(interruption.number)}: ending {running}")
             _terminate(ranks, requests)
             interruption.has_stopped = ranks.has_stopped
@@ -311,7 +311,7 @@ def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
     if is_single_host:
         port = choose_port(config.master_addr, port)
     elif config.node_rank == 0:
-        port = ranks.stores.serve(config.master_addr, port)
+        port = ranks.processes.stores.serve(config.master_addr, port)
         if not config.is_elastic:
             warn_of_strangers(config.master_addr, port)
     return RankEnvironment(
@@ -321,7 +321,7 @@ def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
         run_id=config.run_id or secrets.token_hex(4),
         nnodes=config.nnodes,
         node_rank=config.node_rank,
-        store=ranks.stores.create() if is_single_host else "",
+        store=ranks.processes.stores.create() if is_single_host else "",
         is_served=not is_single_host,
     )
 
@@ -340,7 +340,7 @@ def start_rank(
     try:
         has_input = config.node_rank == local_rank == 0
         task = _script_task(config, variables)
-        ranks.start_rank(rank, task, null, output, has_input=has_input)
+        ranks.processes.start_rank(rank, task, null, output, has_input=has_input)
     finally:
         os.close(null)
 
@@ -420,10 +420,10 @@ def _live_region() -> Iterator[Callable[[Sequence[str]], None]]:
 
 def _show_failure(ranks: RankSupervisor, error: RankError) -> RankError:
     """Show what the error of a failed rank leaves out; add the user's line and the log's path."""
-    failure = ranks.outcomes.get(-1 if error.rank is None else error.rank)
-    if failure is None or failure.rank not in ranks.outputs:
+    failure = ranks.processes.outcomes.get(-1 if error.rank is None else error.rank)
+    if failure is None or failure.rank not in ranks.processes.outputs:
         return error
-    outcomes = list(ranks.outcomes.values())
+    outcomes = list(ranks.processes.outcomes.values())
     same = find_same_failures(outcomes, failure)
     if same:
         sentence = describe_own_failure(outcomes, failure)
@@ -439,9 +439,9 @@ def _show_failure(ranks: RankSupervisor, error: RankError) -> RankError:
 
 def _show_last_lines(ranks: RankSupervisor, rank: int) -> None:
     """Show the failed rank's last lines again if there are other ranks."""
-    lines = list(ranks.outputs[rank].last_lines)[-TAIL:]
-    if len(ranks.outcomes) > 1 and lines:
-        log(f"the last lines of {ranks.noun} {rank}:")
+    lines = list(ranks.processes.outputs[rank].last_lines)[-TAIL:]
+    if len(ranks.processes.outcomes) > 1 and lines:
+        log(f"the last lines of {ranks.processes.noun} {rank}:")
         sys.stderr.flush()
         with contextlib.suppress(OSError):  # a full disk
             sys.stderr.buffer.write(b"".join(b"    " + line + b"\n" for line in lines))
@@ -457,19 +457,19 @@ def _show_other_errors(outcomes: list[Outcome], same: list[Outcome]) -> None:
 
 
 def _describe_log(ranks: RankSupervisor, rank: int, same: list[Outcome]) -> str:
-    log_file = ranks.outputs[rank].log
+    log_file = ranks.processes.outputs[rank].log
     if log_file is None:
         return ""
     folder = locate_renamed(log_file.parent)
     if len(same) < 2:
         # An error of Lockstep may name another rank, or none.
-        whose = f"the log of {ranks.noun} {rank}" if same else "its log"
+        whose = f"the log of {ranks.processes.noun} {rank}" if same else "its log"
         return f"; {whose}: {folder / log_file.name}"
-    who = format_numbered(ranks.noun, [outcome.rank for outcome in same])
+    who = format_numbered(ranks.processes.noun, [outcome.rank for outcome in same])
     return f"; {who} raised this, see {folder}/rank-*.log"
 
 
 def _report_log_errors(ranks: RankSupervisor) -> None:
-    for output in ranks.outputs.values():
+    for output in ranks.processes.outputs.values():
         if output.log_error is not None:
             log(output.log_error)

@@ -91,6 +91,7 @@ class RankProcesses:
             ranks are waited for.
         show_progress: Called with the lines of a rank's live region, which have rich's markup.
         others: The ranks of other hosts; None if this one has started them all.
+        started: The ranks that were started.
         has_fork_server: Whether the fork server runs; if it ends, all ranks are killed.
     """
 
@@ -109,7 +110,7 @@ class RankProcesses:
         self.show_progress: Callable[[Sequence[str]], None] = lambda lines: None
         self.others: OtherHosts | None = None
         self.has_fork_server = True
-        self._started: set[int] = set()
+        self.started: set[int] = set()
         self._channel: Channel | None = channel
         self._reports: dict[int, Channel] = {}
         self._streams = StandardStreams()
@@ -183,7 +184,7 @@ class RankProcesses:
                 inherited[1:] = [stream.writing for stream in output.streams]
             message = {**task, "kind": "rank", "rank": rank}
             self._channel.send(message, [*(streams or inherited), theirs.fileno(), work])
-        self._started.add(rank)
+        self.started.add(rank)
         theirs.close()
         self._reports[rank] = ours
         self.readers.add(ours.fileno(), partial(self._on_reports, rank))
@@ -196,7 +197,7 @@ class RankProcesses:
     def expect(self, rank: int) -> None:
         """Count a rank that another host starts among those that are waited for."""
         self.outcomes[rank] = Outcome(rank, noun=self.noun)
-        self._started.add(rank)
+        self.started.add(rank)
 
     def process_events(self, timeout: float) -> None:
         """Wait for messages and output of the ranks, at most `timeout` s, and process them."""

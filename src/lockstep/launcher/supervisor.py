@@ -50,8 +50,7 @@ SETTLE_SAME = 0.5
 POLL = 0.005  # seconds between two checks of process groups that are ending
 
 
-# It has many methods: those of the processes that it waits for.
-class RankSupervisor(RankProcesses):
+class RankSupervisor:
     """The ranks of one launch on this host, which it waits for and ends.
 
     Args:
@@ -61,6 +60,7 @@ class RankSupervisor(RankProcesses):
         noun: As for `RankProcesses`.
 
     Attributes:
+        processes: The processes of the ranks.
         was_asked_to_stop: Whether SIGTERM has asked the ranks to stop.
         after_events: Called while ranks are waited for, before failures are looked for; returns
             the error that ends the launch, or None.
@@ -75,11 +75,13 @@ class RankSupervisor(RankProcesses):
         hang_policy: HangPolicy | None = None,
         noun: str = "rank",
     ) -> None:
-        super().__init__(channel, ranks, noun)
+        self.processes = RankProcesses(channel, ranks, noun)
         self.was_asked_to_stop = False
         self.after_events: Callable[[], RankError | None] = lambda: None
         self.before_end: Callable[[], None] = lambda: None
-        self.hang_monitor = HangMonitor(self._list_local, self.pids, self.probes, hang_policy)
+        self.hang_monitor = HangMonitor(
+            self._list_local, self.processes.pids, self.processes.probes, hang_policy
+        )
 
     @property
     def has_stopped(self) -> bool:
@@ -119,7 +121,7 @@ class RankSupervisor(RankProcesses):
             TimeoutError: The deadline passed; the ranks are still running.
         """
         with reports_on_request():
-            while self.running:
+            while self.processes.running:
                 if find_first_failure(self._all) or find_early_exit(self._all):
                     return self._end_after_failure()
                 if is_stop_requested() or any(outcome.has_stopped for outcome in self._all):
@@ -128,12 +130,12 @@ class RankSupervisor(RankProcesses):
                 if hang := self.hang_monitor.check():
                     self.terminate()
                     return hang
-                self.process_events(_shorten(TICK, deadline))
+                self.processes.process_events(_shorten(TICK, deadline))
                 if error := self.after_events():
                     self.terminate()
                     return error
                 has_expired = deadline is not None and time.monotonic() >= deadline
-                if has_expired and self.running and not is_stop_requested():
+                if has_expired and self.processes.running and not is_stop_requested():
                     raise TimeoutError
         self.close()
         return make_rank_error(self._all)
@@ -148,15 +150,17 @@ class RankSupervisor(RankProcesses):
         Args:
             grace: The grace period in seconds; None for `GRACE`.
         """
-        if self.is_closed:
+        if self.processes.is_closed:
             return
         self.before_end()
-        active = [rank for rank in self.running if self.outcomes[rank].error is None]
+        active = [
+            rank for rank in self.processes.running if self.processes.outcomes[rank].error is None
+        ]
         # SIGCONT, so that a stopped rank receives SIGTERM, too.
         for number in (signal.SIGTERM, signal.SIGCONT):
-            self.end_ranks(active, number)
+            self.processes.end_ranks(active, number)
         if not self._process_events_until(time.monotonic() + (GRACE if grace is None else grace)):
-            self.end_ranks(self.running, signal.SIGKILL)
+            self.processes.end_ranks(self.processes.running, signal.SIGKILL)
             self._process_events_until(time.monotonic() + EXIT_TIMEOUT)
         self.close()
 
@@ -170,7 +174,7 @@ class RankSupervisor(RankProcesses):
     ) -> RankError | None:
         """Wait until the ranks have stopped, then end those that have not."""
         deadline = time.monotonic() + grace
-        while self.running:
+        while self.processes.running:
             if is_stop_requested() and not self.was_asked_to_stop:
                 self._ask_to_stop(grace)
             if not self.was_asked_to_stop and find_first_failure(self._all):
@@ -178,11 +182,11 @@ class RankSupervisor(RankProcesses):
             if time.monotonic() >= deadline:
                 break
             self.answer_request()
-            self.process_events(_shorten(TICK, deadline))
+            self.processes.process_events(_shorten(TICK, deadline))
             if error := self.after_events():
                 self.terminate()
                 return error
-        if self.running:
+        if self.processes.running:
             self._end_late_ranks(grace)
         self.close()
         failure = find_first_failure(self._all)
@@ -193,26 +197,29 @@ class RankSupervisor(RankProcesses):
     def _ask_to_stop(self, grace: float) -> None:
         self.was_asked_to_stop = True
         log(f"SIGTERM: waiting up to {grace:g} s for the ranks to save a checkpoint and stop")
-        for rank in self.running:
-            self.outcomes[rank].was_terminated = True
-            self.send_signal(rank, signal.SIGTERM, group=False)
-            self.send_signal(rank, signal.SIGCONT)  # a stopped rank and its workers continue
+        for rank in self.processes.running:
+            self.processes.outcomes[rank].was_terminated = True
+            self.processes.send_signal(rank, signal.SIGTERM, group=False)
+            self.processes.send_signal(
+                rank, signal.SIGCONT
+            )  # a stopped rank and its workers continue
 
     def _end_late_ranks(self, grace: float) -> None:
-        late = self.running
+        late = self.processes.running
         verb = "was" if len(late) == 1 else "were"
         how = "killed" if self.was_asked_to_stop else "ended"
-        log(f"{format_numbered(self.noun, late)} did not stop within {grace:g} s and {verb} {how}")
+        who = format_numbered(self.processes.noun, late)
+        log(f"{who} did not stop within {grace:g} s and {verb} {how}")
         self.terminate(grace=0.0 if self.was_asked_to_stop else None)
 
     def close(self) -> None:
         """Release everything; ranks that still run are killed."""
-        if self.is_closed:
+        if self.processes.is_closed:
             return
-        groups = set(self.pids.values())
-        self.end_launch()
+        groups = set(self.processes.pids.values())
+        self.processes.end_launch()
         self._wait_for_groups(groups, time.monotonic() + EXIT_TIMEOUT)
-        self.close_files()
+        self.processes.close_files()
 
     def answer_request(self) -> None:
         """Print where the ranks are, if SIGUSR1 asked for it."""
@@ -223,15 +230,15 @@ class RankSupervisor(RankProcesses):
         """Wait for the failure that explains the others, end all ranks and return its error."""
         began = time.monotonic()
         self._process_events_until(began + SETTLE)
-        while self.running and time.monotonic() < began + SETTLE_CONSEQUENCE:
+        while self.processes.running and time.monotonic() < began + SETTLE_CONSEQUENCE:
             failure = find_first_failure(self._all)
             if failure is None or not is_consequence(failure):
                 break
             if any(outcome.has_returned for outcome in self._all):
                 break
-            self.process_events(POLL)
+            self.processes.process_events(POLL)
         while self._may_be_same() and time.monotonic() < began + SETTLE_SAME:
-            self.process_events(POLL)
+            self.processes.process_events(POLL)
         error = make_rank_error(self._all)
         self.terminate()
         return error
@@ -240,15 +247,17 @@ class RankSupervisor(RankProcesses):
         """Return whether ranks that still run may be about to report the same error."""
         failure = find_first_failure(self._all)
         same = [] if failure is None else find_same_failures(self._all, failure)
-        return bool(same) and any(self.outcomes[rank].error is None for rank in self.running)
+        return bool(same) and any(
+            self.processes.outcomes[rank].error is None for rank in self.processes.running
+        )
 
     def _process_events_until(self, deadline: float) -> bool:
         """Process events until all started ranks have exited; return False at the deadline."""
-        while self._started.intersection(self.running):
+        while self.processes.started.intersection(self.processes.running):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            self.process_events(left)
+            self.processes.process_events(left)
         return True
 
     def _wait_for_groups(self, groups: set[int], deadline: float) -> None:
@@ -261,12 +270,12 @@ class RankSupervisor(RankProcesses):
 
     def _list_local(self) -> dict[int, Outcome]:
         """Return the outcomes of the ranks of this host."""
-        outcomes = self.outcomes.items()
-        return {rank: outcome for rank, outcome in outcomes if self.host_of(rank) == 0}
+        outcomes = self.processes.outcomes.items()
+        return {rank: outcome for rank, outcome in outcomes if self.processes.host_of(rank) == 0}
 
     @property
     def _all(self) -> Sequence[Outcome]:
-        return [outcome for outcome in self.outcomes.values() if not outcome.is_replaced]
+        return [outcome for outcome in self.processes.outcomes.values() if not outcome.is_replaced]
 
 
 def _shorten(timeout: float, deadline: float | None) -> float:

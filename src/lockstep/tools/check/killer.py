@@ -150,7 +150,7 @@ class Killer:
         running = [
             (rank, member)
             for rank, member in enumerate(members)
-            if member in ranks.pids and member not in dead and _runs(ranks, member)
+            if member in ranks.processes.pids and member not in dead and _runs(ranks, member)
         ]
         if not running:
             return False
@@ -158,7 +158,7 @@ class Killer:
         if not trained.intersection(other for _, other in running) - {member}:
             return False
         try:
-            os.kill(ranks.pids[member], signal.SIGKILL)
+            os.kill(ranks.processes.pids[member], signal.SIGKILL)
         except ProcessLookupError:
             return False
         self.kills.append(Kill(member, rank, self._steps))
@@ -192,5 +192,5 @@ class Killer:
 
 
 def _runs(ranks: RankSupervisor, member: int) -> bool:
-    outcome = ranks.outcomes.get(member)
+    outcome = ranks.processes.outcomes.get(member)
     return outcome is not None and outcome.status is None

@@ -42,7 +42,7 @@ class HostWorkers:
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
             end.setblocking(False)
-        self.supervisor.readers.add(self._woken.fileno(), self._on_wake)
+        self.supervisor.processes.readers.add(self._woken.fileno(), self._on_wake)
         self._reported: set[int] = set()
 
     def start(
@@ -66,12 +66,12 @@ class HostWorkers:
             consoles: Any = [ForwardedStream(partial(show, name)) for name in ("stdout", "stderr")]
             output = RankOutput(index, None, tuple(consoles))
         work = write_memfd(dumps((call_run_worker, arguments)))
-        self.supervisor.start_rank(index, task, work, output, has_input=index == 0)
+        self.supervisor.processes.start_rank(index, task, work, output, has_input=index == 0)
         os.close(work)
 
     def process_events(self, timeout: float = TICK) -> None:
         """Read output and notice ends, for at most `timeout` seconds or until `wake`."""
-        self.supervisor.process_events(timeout)
+        self.supervisor.processes.process_events(timeout)
 
     def wake(self) -> None:
         """Let another thread return from `process_events`."""
@@ -80,14 +80,14 @@ class HostWorkers:
 
     def new_ends(self) -> Iterator[tuple[int, str, int]]:
         """Yield the number, the way of the end and the exit status of each worker, once."""
-        for index, outcome in self.supervisor.outcomes.items():
+        for index, outcome in self.supervisor.processes.outcomes.items():
             if outcome.status is not None and index not in self._reported:
                 self._reported.add(index)
                 yield index, describe_end(outcome), outcome.status
 
     def find_failure(self) -> str:
         """Return how a worker has failed or ended, with its number; empty if none has."""
-        for index, outcome in self.supervisor.outcomes.items():
+        for index, outcome in self.supervisor.processes.outcomes.items():
             if outcome.status is not None or outcome.error is not None:
                 return f"rank {index} {describe_end(outcome)}"
         return ""
@@ -95,7 +95,7 @@ class HostWorkers:
     def close(self, *, waits: bool) -> None:
         """End the workers; `waits` gives them some seconds to exit by themselves first."""
         until = time.monotonic() + (GRACE if waits else 0.0)
-        while self.supervisor.running and time.monotonic() < until:
+        while self.supervisor.processes.running and time.monotonic() < until:
             self.process_events()
         self.supervisor.terminate()
         self._wake.close()
@@ -125,11 +125,11 @@ def serve_driver(address: str, port: int, key: bytes, nprocs: int, timeout: floa
     try:
         for index in range(nprocs):
             workers.start(index, (address, port, key, timeout, {**hello, "index": index}))
-        while workers.supervisor.running:
+        while workers.supervisor.processes.running:
             workers.process_events()
     finally:
         workers.close(waits=False)
-    if error := make_rank_error(list(workers.supervisor.outcomes.values())):
+    if error := make_rank_error(list(workers.supervisor.processes.outcomes.values())):
         raise error
 
 

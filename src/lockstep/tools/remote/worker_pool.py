@@ -78,10 +78,10 @@ class WorkerPool:
             listening, key, PURPOSE, self._print_refusal, self._accept, MAX_PAYLOAD
         )
         self.address = address, self._listener.port
-        supervisor = self._local.supervisor
-        supervisor.show_progress = self.output.show_progress
-        store_port = supervisor.stores.serve(address, 0) if remote else choose_port(address)
-        store = "" if remote else supervisor.stores.create()
+        processes = self._local.supervisor.processes
+        processes.show_progress = self.output.show_progress
+        store_port = processes.stores.serve(address, 0) if remote else choose_port(address)
+        store = "" if remote else processes.stores.create()
         self._world = {"world": world, "store": store, "store_port": store_port}
         for index in range(nprocs):
             hello = {"kind": "hello", "host": self._roster.hosts[0], "index": index}
@@ -206,8 +206,9 @@ class WorkerPool:
     def _on_message(self, connection: Connection, message: RemoteMessage) -> None:
         if message["kind"] == "hello":
             if reason := self._roster.add_worker(connection, message):
-                connection.post({"kind": "refused", "reason": reason})
+                # Before the answer: the driver may end as soon as its worker has it.
                 self._print_refusal(f"a connection from {connection.peer} was refused: {reason}")
+                connection.post({"kind": "refused", "reason": reason})
             self.output.wake()
             return
         worker = self._roster.workers[connection]
