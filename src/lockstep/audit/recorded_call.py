@@ -31,6 +31,7 @@ from lockstep.audit.repetition_trace import StateWatch
 from lockstep.checksum import checksum
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls, is_in_backward
 from lockstep.kernel.seeds import isolated, remembered
+from lockstep.model.gradient_hashes import NO_HASHES, hash_gradients, hashing_gradients
 from lockstep.model.loss_root import read_gradients, run_backward
 from lockstep.model.watched_calls import Arguments, ShardedModel, output_tensors
 
@@ -282,14 +283,18 @@ class RecordedCall:
             torch.clear_autocast_cache()
             outputs = list(output_tensors(self._call(*args, **kwargs)))
         hashes = _hash_outputs(outputs)
+        hashed: Mapping[str, int] = {}
         if roots := [outputs[index] for index in self._received]:
             self._seed_backward()
             gradients = [gradient for gradient, _ in self._received.values()]
             for root, gradient in zip(roots, gradients, strict=True):
                 if root.grad_fn is not None:  # hooks of the outputs have changed it already
                     root.grad_fn.register_prehook(partial(_replace, root.output_nr, gradient))
-            torch.autograd.backward(roots, gradients)
-        return hashes | self._hash_results([leaf.grad for leaf in self._inputs])
+            # Those of a sharded model are hashed whole, by all ranks together.
+            named = self._named.items() if self._sharded is None else ()
+            with hashing_gradients(named, roots) as hashed:
+                torch.autograd.backward(roots, gradients)
+        return hashes | self._hash_results([leaf.grad for leaf in self._inputs], hashed)
 
     def _enter(self, value: Any) -> Any:
         """Return an input without the graph that computed it; one with a gradient is a copy."""
@@ -298,12 +303,19 @@ class RecordedCall:
         self._inputs.append(value.detach().requires_grad_())
         return self._inputs[-1].clone()  # may be written to
 
-    def _hash_results(self, inputs: Sequence[torch.Tensor | None]) -> dict[str, int]:
+    def _hash_results(
+        self, inputs: Sequence[torch.Tensor | None], hashed: Mapping[str, int] = NO_HASHES
+    ) -> dict[str, int]:
+        """Return the hashes of gradients and buffers.
+
+        Args:
+            inputs: The gradients of the inputs.
+            hashed: The hashes of gradients that are freed already.
+        """
         if self._sharded is not None:
             gradients = self._sharded.hash_current()
         else:
-            grads = ((name, one.grad) for name, one in self._named.items())
-            gradients = {name: checksum(grad) for name, grad in grads if grad is not None}
+            gradients = hash_gradients(self._named.items(), hashed)
         buffers = {
             name: buffer
             for prefix, module in self._modules.items()

@@ -38,7 +38,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from lockstep.checksum import checksum
 from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.native_module import load_native, reason_unavailable
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, reproducible_all_reduce
@@ -51,6 +50,7 @@ from lockstep.data_parallel.parameter_shards import Shards
 from lockstep.data_parallel.planned_buckets import BucketPlanner, PlannedBuckets, StepTree
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import Node
+from lockstep.model.gradient_hashes import NO_HASHES, hash_gradients, hashing_gradients
 
 __all__ = ["GradientReducer"]
 
@@ -94,6 +94,7 @@ class GradientReducer:
         keeps_sums: bool = False,
     ) -> None:
         self._parameters = list(parameters)
+        self._hashed = NO_HASHES  # of gradients that are freed
         self._keeps_sums = keeps_sums
         self._sparse = {n for n, (_, parameter) in enumerate(parameters) if parameter in sparse}
         self._planner = BucketPlanner(self._parameters, group, shards)
@@ -187,15 +188,18 @@ class GradientReducer:
             self._buckets = None
 
     def hash_current(self) -> dict[str, int]:
-        """Return hashes of the gradients in `.grad` by the names of their parameters."""
-        return {
-            name: checksum(parameter.grad)
-            for name, parameter in self._parameters
-            if parameter.grad is not None
-        }
+        """Return hashes of the micro-batch's gradients by the names of their parameters."""
+        return hash_gradients(self._parameters, self._hashed)
+
+    @contextmanager
+    def hashing_again(self, root: torch.Tensor) -> Iterator[None]:
+        """Hash the gradients of a micro-batch that is computed again, and free them."""
+        with hashing_gradients(self._parameters, [root]) as self._hashed:
+            yield
 
     def discard(self) -> None:
-        """Do nothing: a micro-batch that is computed again leaves its gradients in `.grad` only."""
+        """Forget a micro-batch that was computed again."""
+        self._hashed = NO_HASHES
 
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to the leaf of `microbatch`."""

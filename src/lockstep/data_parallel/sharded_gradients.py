@@ -392,6 +392,10 @@ class ShardedGradients:
         turn = microbatch // self._shards
         self._sums.put((turn, turn + 1), gradients)
 
+    def hashing_again(self, root: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a context without an effect: gradients are hashed as soon as they are whole."""
+        return nullcontext()
+
     def discard(self) -> None:
         """Forget a micro-batch that was computed again, also if an exception ended it."""
         self._reset_pass()

@@ -13,9 +13,14 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-__all__ = ["keep_freed_memory", "release_freed_memory", "return_large_blocks"]
+__all__ = [
+    "keep_freed_memory",
+    "release_freed_memory",
+    "return_large_blocks",
+    "returning_large_blocks",
+]
 
 # malloc.h
 M_TRIM_THRESHOLD = -1
@@ -25,17 +30,21 @@ MMAP_THRESHOLDS = (1 << 30, 32 << 20)  # bytes; older versions of glibc accept o
 
 LARGE = 1 << 20  # bytes
 
+_is_kept = False  # whether this process keeps freed memory
+
 
 def keep_freed_memory() -> bool:
     """Make malloc keep freed memory; return whether it does.
 
     Does nothing without glibc, or if the user has set MALLOC_* variables or GLIBC_TUNABLES.
     """
+    global _is_kept
     mallopt = _find_mallopt()
     if mallopt is None:
         return False
     large = any(mallopt(M_MMAP_THRESHOLD, size) for size in MMAP_THRESHOLDS)
-    return bool(mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)) and large
+    _is_kept = bool(mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)) and large
+    return _is_kept
 
 
 def return_large_blocks() -> None:
@@ -44,10 +53,26 @@ def return_large_blocks() -> None:
     For a process whose large blocks live for a moment only, such as gathered parameters: small
     tensors that are allocated in their place would keep most of it from being used again.
     """
+    global _is_kept
+    _is_kept = False
     mallopt = _find_mallopt()
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE)
     release_freed_memory()
+
+
+@contextlib.contextmanager
+def returning_large_blocks() -> Iterator[None]:
+    """Return blocks of more than a megabyte in the body, and keep freed memory again after it."""
+    was_kept = _is_kept
+    mallopt = _find_mallopt()
+    if was_kept and mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE)
+    try:
+        yield
+    finally:
+        if was_kept:
+            keep_freed_memory()
 
 
 def release_freed_memory() -> None:

@@ -78,6 +78,9 @@ class CollectedGradients(GradientSums, Protocol):
     def hash_current(self) -> dict[str, int]:
         """Return hashes of the micro-batch's gradients by the names of their parameters."""
 
+    def hashing_again(self, root: torch.Tensor) -> AbstractContextManager[None]:
+        """Return the context of the backward pass of a micro-batch that is computed again."""
+
     def discard(self) -> None:
         """Forget a micro-batch that was computed again."""
 

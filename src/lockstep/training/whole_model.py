@@ -178,8 +178,9 @@ class WholeModelExecutor:
             data = parallel.move_to_device(microbatch.data)
             with parallel.autocast():
                 loss, _ = forward(self._called, parallel.loss, {}, data, where)
-            with parallel.without_autocast():
-                run_backward(*self._roots.find(loss, share), retain_graph=False)
+            root, gradient = self._roots.find(loss, share)
+            with parallel.without_autocast(), self._gradients.hashing_again(root):
+                run_backward(root, gradient, retain_graph=False)
             hashes = self._gradients.hash_current()
             return hash_results([loss.detach()], hashes, loop.buffers.current())
         finally:
