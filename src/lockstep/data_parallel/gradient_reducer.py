@@ -32,8 +32,8 @@ advance, are exchanged last (`lockstep.comm.sparse_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,6 @@ class GradientReducer:
         keeps_sums: bool = False,
     ) -> None:
         self._parameters = list(parameters)
-        self._hashed = NO_HASHES  # of gradients that are freed
         self._keeps_sums = keeps_sums
         self._sparse = {n for n, (_, parameter) in enumerate(parameters) if parameter in sparse}
         self._planner = BucketPlanner(self._parameters, group, shards)
@@ -187,19 +186,16 @@ class GradientReducer:
         if is_unfinished or (self._buckets is not None and self._buckets.are_in_use):
             self._buckets = None
 
-    def hash_current(self) -> dict[str, int]:
+    def hash_current(self, freed: Mapping[str, int] = NO_HASHES) -> dict[str, int]:
         """Return hashes of the micro-batch's gradients by the names of their parameters."""
-        return hash_gradients(self._parameters, self._hashed)
+        return hash_gradients(self._parameters, freed)
 
-    @contextmanager
-    def hashing_again(self, root: torch.Tensor) -> Iterator[None]:
-        """Hash the gradients of a micro-batch that is computed again, and free them."""
-        with hashing_gradients(self._parameters, [root]) as self._hashed:
-            yield
+    def hashing_again(self, root: torch.Tensor) -> AbstractContextManager[Mapping[str, int]]:
+        """Return a context in which gradients of a repetition are hashed, and freed."""
+        return hashing_gradients(self._parameters, [root])
 
     def discard(self) -> None:
-        """Forget a micro-batch that was computed again."""
-        self._hashed = NO_HASHES
+        """Do nothing: a micro-batch that is computed again leaves its gradients in `.grad` only."""
 
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to the leaf of `microbatch`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.tree import TreeAccumulator
 from lockstep.launcher.malloc import return_large_blocks
+from lockstep.model.gradient_hashes import NO_HASHES
 from lockstep.sharded_tensors import is_sharded, local_part
 
 __all__ = [
@@ -372,7 +373,7 @@ class ShardedGradients:
         if self.is_observed:
             self._hashes[number] = checksum(gradient)
 
-    def hash_current(self) -> dict[str, int]:
+    def hash_current(self, freed: Mapping[str, int] = NO_HASHES) -> dict[str, int]:
         """Return hashes of the micro-batch's whole gradients by the names of their parameters."""
         return {
             self._parameters[number][0]: value for number, value in sorted(self._hashes.items())
@@ -392,9 +393,9 @@ class ShardedGradients:
         turn = microbatch // self._shards
         self._sums.put((turn, turn + 1), gradients)
 
-    def hashing_again(self, root: torch.Tensor) -> AbstractContextManager[None]:
+    def hashing_again(self, root: torch.Tensor) -> AbstractContextManager[Mapping[str, int]]:
         """Return a context without an effect: gradients are hashed as soon as they are whole."""
-        return nullcontext()
+        return nullcontext(NO_HASHES)
 
     def discard(self) -> None:
         """Forget a micro-batch that was computed again, also if an exception ended it."""

@@ -75,11 +75,11 @@ class CollectedGradients(GradientSums, Protocol):
     ) -> MicrobatchSums:
         """Start a step of `leaves` micro-batches; `announce` compares it with other ranks."""
 
-    def hash_current(self) -> dict[str, int]:
-        """Return hashes of the micro-batch's gradients by the names of their parameters."""
+    def hash_current(self, freed: Mapping[str, int] = ...) -> dict[str, int]:
+        """Return hashes of the micro-batch's gradients by name, with those that were freed."""
 
-    def hashing_again(self, root: torch.Tensor) -> AbstractContextManager[None]:
-        """Return the context of the backward pass of a micro-batch that is computed again."""
+    def hashing_again(self, root: torch.Tensor) -> AbstractContextManager[Mapping[str, int]]:
+        """Return the context of a repeated backward pass, with the hashes of what it frees."""
 
     def discard(self) -> None:
         """Forget a micro-batch that was computed again."""

@@ -179,9 +179,9 @@ class WholeModelExecutor:
             with parallel.autocast():
                 loss, _ = forward(self._called, parallel.loss, {}, data, where)
             root, gradient = self._roots.find(loss, share)
-            with parallel.without_autocast(), self._gradients.hashing_again(root):
+            with parallel.without_autocast(), self._gradients.hashing_again(root) as freed:
                 run_backward(root, gradient, retain_graph=False)
-            hashes = self._gradients.hash_current()
+            hashes = self._gradients.hash_current(freed)
             return hash_results([loss.detach()], hashes, loop.buffers.current())
         finally:
             self._gradients.discard()
