@@ -360,7 +360,85 @@ def resume_all(folder: str) -> Any:
     return [draw_in_steps(folder, begin, 6)[1] for begin in (2, 3)]
 
 
+# --- Habits ------------------------------------------------------------------------------------
+
+
+@loop
+def gradients_are_cleared_before_or_after_the_step() -> Outcome:
+    """The order of Accelerate's README was refused: gradients were left from before the step."""
+    digests = []
+    for is_first in (False, True):
+        accelerator, network = make_accelerator(), make_network()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9)
+        model, optimizer, loader = accelerator.prepare(network, optimizer, make_loader())
+        for _ in range(2):
+            for inputs, targets in loader:
+                if is_first:
+                    optimizer.zero_grad()
+                accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+                accelerator.clip_grad_value_(model.parameters(), 0.05)
+                optimizer.step()
+                if not is_first:
+                    optimizer.zero_grad()
+        digests.append(ls.digest(network))
+    assert digests[0] == digests[1]
+    return {"digest": digests[0]}
+
+
+@loop
+def several_trainings_with_one_accelerator() -> Outcome:
+    """The second DataLoader of a training was taken for one to evaluate."""
+    accelerator = make_accelerator()
+    digests = []
+    for _ in range(2):
+        network = make_network()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+        teacher = make_network().requires_grad_(False)
+        prepared = accelerator.prepare(network, teacher, optimizer, make_loader())
+        model, teacher, optimizer, loader = prepared
+        for inputs, targets in loader:
+            outputs = model(inputs)
+            distance = nn.functional.mse_loss(outputs, teacher(inputs))
+            accelerator.backward(distance + nn.functional.cross_entropy(outputs, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert accelerator.exact.last_result.step == len(loader) - 1  # also the last batch
+        digests.append((ls.digest(network), accelerator.exact.last_result.loss))
+        accelerator.free_memory()
+    assert digests[0] == digests[1]
+    return {"digests": digests}
+
+
+@loop
+def length_of_what_is_evaluated() -> Outcome:
+    accelerator = make_accelerator()
+    held_out = DataLoader(make_data(HELD_OUT, 2), 4)
+    _, _, loader = accelerator.prepare(make_network(), make_loader(), held_out)
+    assert len(loader) == sum(1 for _ in loader) == -(-4 // ls.world_size())
+    return {}
+
+
 # --- What is refused ---------------------------------------------------------------------------
+
+
+def read_two_loaders() -> Outcome:
+    accelerator, network = make_accelerator(), make_network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+    other = DataLoader(make_data(seed=5), SIZE)
+    model, optimizer, loader, other = accelerator.prepare(network, optimizer, make_loader(), other)
+    for (inputs, targets), (others, _) in zip(loader, other, strict=False):
+        loss = nn.functional.cross_entropy(model(inputs), targets) + model(others).mean()
+        accelerator.backward(loss)
+    return {}
+
+
+def accumulate_later() -> Outcome:
+    accelerator, network = make_accelerator(), make_network()
+    model, loader = accelerator.prepare(network, make_loader())
+    accelerator.gradient_accumulation_steps = 2
+    for inputs, targets in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+    return {}
 
 
 def step_a_scheduler_often() -> Outcome:
@@ -400,6 +478,8 @@ REFUSED: dict[str, Callable[[], Outcome]] = {
     r"sample \d+ of OwnGenerator, loaded twice": lambda: train(DataLoader(OwnGenerator(), SIZE)),
     "trains 2 models: write the body of the loop": lambda: train_adversaries(False),
     "backward.. was called outside of a micro-batch": call_backward_outside,
+    "a second DataLoader was read in the middle of a batch": read_two_loaders,
+    "gradient_accumulation_steps was changed to 2": accumulate_later,
     "batch_size=None": lambda: train(DataLoader(make_data(), batch_size=None)),
 }
 

@@ -194,6 +194,25 @@ def random_numbers_and_buffers_in_a_validation() -> Outcome:
 
 
 @training
+def a_buffer_that_the_module_writes() -> Outcome:
+    """The profiler of Trainer refers to the module by a proxy, which was taken for another one."""
+    module = make_module()
+    type(module).lockstep_buffer_rules = {"seen": "sum"}
+    module.register_buffer("seen", torch.zeros(()))
+    step = type(module).training_step
+
+    def training_step(self: Any, batch: Any, index: int) -> torch.Tensor:
+        self.seen += len(batch[0])
+        return step(self, batch, index)
+
+    type(module).training_step = training_step
+    trainer = make_trainer()
+    trainer.fit(module, make_loader(), make_held_out())
+    assert module.seen == 2 * SAMPLES
+    return describe(trainer, module)
+
+
+@training
 def random_numbers_of_a_hook() -> Outcome:
     """It draws once per batch, after the batch was loaded."""
 
@@ -205,6 +224,27 @@ def random_numbers_of_a_hook() -> Outcome:
 
     hooks = {"on_train_batch_start": on_train_batch_start, "training_step": training_step}
     return fit(make_module(**hooks))
+
+
+@training
+def random_numbers_after_the_batches_of_a_validation() -> Outcome:
+    """They belonged to the last batch of a rank, and were the same in each validation."""
+    drawn: list[float] = []
+
+    def draw(self: Any) -> None:
+        drawn.append(torch.rand(()).item())
+
+    def training_step(self: Any, batch: Any, index: int) -> torch.Tensor:
+        scale = drawn[-1] if drawn else 1.0
+        return scale * nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    hooks = {"on_validation_epoch_end": draw, "on_validation_end": draw}
+    outcomes = [
+        fit(make_module(**hooks, training_step=training_step), limit_val_batches=limit)
+        for limit in (1.0, 3)
+    ]
+    assert len({*drawn}) == 4  # two in each epoch, of which those of the sanity check are repeated
+    return {"outcomes": outcomes, "drawn": drawn}
 
 
 @training
@@ -293,6 +333,40 @@ def values_of_steps() -> Outcome:
 
 
 # --- Counts ------------------------------------------------------------------------------------
+
+
+@training
+def values_of_steps_count_all_samples() -> Outcome:
+    """The last batch has micro-batches of 2, 1, 1 and 1 samples, which counted alike."""
+    seen: list[float] = []
+    norms: list[list[float]] = []
+
+    def training_step(self: Any, batch: Any, index: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+        self.log("loss_of_step", loss)
+        self.log("size", 1.0, batch_size=torch.tensor(len(batch[0])), reduce_fx="sum")
+        return loss
+
+    def on_train_batch_end(self: Any, outputs: Any, batch: Any, index: int) -> None:
+        assert self.trainer.callback_metrics["loss_of_step"] == outputs["loss"]
+        seen.append(float(outputs["loss"]))
+
+    def on_after_backward(self: Any) -> None:
+        norms.append([float(one.grad.norm()) for one in self.parameters()])
+        self.log("norm", norms[-1][0], on_epoch=True)
+
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        assert norms[-1] == [float(one.grad.norm()) for one in self.parameters()]
+
+    def validation_step(self: Any, batch: Any, index: int) -> None:
+        self.log("half", float(index), batch_size=0 if index % 2 else 4)
+
+    hooks = [training_step, on_train_batch_end, on_after_backward, on_before_optimizer_step]
+    methods = {hook.__name__: hook for hook in [*hooks, validation_step]}
+    outcome = fit(make_module(**methods))
+    assert outcome["metrics"]["half"] == (2.0).hex()  # of the batches 0, 2 and 4
+    assert len(norms) == 8  # one per batch
+    return outcome | {"seen": seen, "norms": norms}
 
 
 @training
@@ -578,6 +652,40 @@ def divide_by_rank() -> Outcome:
     return fit(held_out=DataLoader(data, 4))
 
 
+def read_other_outputs() -> Outcome:
+    def training_step(self: Any, batch: Any, index: int) -> Any:
+        outputs = self.network(batch[0])
+        hits = (outputs.argmax(1) == batch[1]).sum()
+        return {"loss": nn.functional.cross_entropy(outputs, batch[1]), "hits": hits}
+
+    def on_train_batch_end(self: Any, outputs: Any, batch: Any, index: int) -> None:
+        assert "loss" in outputs
+        outputs["hits"]
+
+    return fit(make_module(training_step=training_step, on_train_batch_end=on_train_batch_end))
+
+
+def compute_a_mean_at_the_end() -> Outcome:
+    import torchmetrics
+
+    def training_step(self: Any, batch: Any, index: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+        self.mean.update(loss)
+        return loss
+
+    def on_train_epoch_end(self: Any) -> None:
+        self.log("mean_loss", self.mean.compute())
+
+    module = make_module(training_step=training_step, on_train_epoch_end=on_train_epoch_end)
+    module.mean = torchmetrics.MeanMetric()
+    return fit(module)
+
+
+def predict_arrays() -> Outcome:
+    module = make_module(predict_step=lambda self, batch, index: self.network(batch[0]).numpy())
+    return {"outputs": len(make_trainer().predict(module, make_held_out()))}
+
+
 REFUSED: dict[str, tuple[tuple[int, ...], Callable[[], Outcome]]] = {
     "val_own was logged in on_validation_epoch_end as 0 on rank 0 and as 1 on rank 1": (
         (2,),
@@ -591,6 +699,15 @@ REFUSED: dict[str, tuple[tuple[int, ...], Callable[[], Outcome]]] = {
         (2,),
         train_with_squares,
     ),
+    "cannot log mean, since MeanMetric rounds mean_value on each rank": (
+        (2,),
+        compute_a_mean_at_the_end,
+    ),
+    r"outputs\['hits'\] is an output of training_step, which computes one micro-batch": (
+        (1, 2),
+        read_other_outputs,
+    ),
+    "predicting with other ranks: numpy.* is not exchanged; return tensors": ((2,), predict_arrays),
     "StochasticWeightAveraging of a module with batch norm": ((1, 2), train_with_statistics),
     "a val_check_interval of time": ((1,), lambda: fit(val_check_interval="00:00:01:00")),
     "loaded twice with the same random seed": (

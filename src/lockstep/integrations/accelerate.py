@@ -14,7 +14,6 @@ make their steps in the last micro-batch.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import load, send_to_device
 from torch.utils.data import DataLoader
@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.integrations.evaluation_loader import EvaluationLoader, evaluating
 from lockstep.integrations.loss_divisor import count_first_dimension
-from lockstep.integrations.microbatch_loader import MicrobatchLoader, find_gather
+from lockstep.integrations.microbatch_loader import MicrobatchLoader, exchange_values, find_gather
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.model.generator_states import set_global_states
@@ -62,6 +62,8 @@ class ExactAccelerator(Accelerator):
     Attributes:
         exact: The handle of `ls.exact`; None until a model is prepared. That of the first one, if
             there are several.
+        is_in_batch: Whether the loop computes a micro-batch of the training.
+        is_before_backward: Whether it is the first one of a batch, and had no backward yet.
 
     Raises:
         UsageError: A setting cannot be exact.
@@ -94,6 +96,8 @@ class ExactAccelerator(Accelerator):
         self._handles: list[tuple[Any, Exact]] = []
         self._training: TrainingLoader | None = None
         self._evaluated: EvaluatedBatches | None = None  # what the loop iterates over
+        self.is_in_batch = False
+        self.is_before_backward = False
         self._is_accumulating = False
         self._rates: list[float] = []  # the learning rates at the beginning of the batch
         self._folder = ""
@@ -111,8 +115,10 @@ class ExactAccelerator(Accelerator):
     ) -> Any:
         """Wrap a model, and attach `ls.exact` if it is to be trained."""
         is_new = not getattr(model, "_is_accelerate_prepared", False)
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
+        evaluation_mode = evaluation_mode or not is_trained  # nothing to wrap, as for a teacher
         model = super().prepare_model(model, device_placement, evaluation_mode)
-        if not is_new or evaluation_mode or not any(p.requires_grad for p in model.parameters()):
+        if not is_new or evaluation_mode:
             return model
         handle = exact(model, self.microbatches, self.seed, audit=self.audit)
         if self._training is not None:
@@ -148,12 +154,29 @@ class ExactAccelerator(Accelerator):
         prepared.split_batches = True
         return prepared
 
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Let `zero_grad` also act before the first backward of a batch, where loops call it."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        prepared.__class__ = ExactOptimizer
+        cast(ExactOptimizer, prepared).accelerator = self
+        return prepared
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget all that was prepared: the next DataLoader is that of another training."""
+        handles = [handle for _, handle in self._handles]
+        registered = vars(self)["_custom_objects"]
+        registered[:] = [one for one in registered if one not in handles]
+        self._handles.clear()
+        self._training = None
+        return super().free_memory(*objects)
+
     # --- a step -------------------------------------------------------------------------------
 
     def begin_microbatch(self, is_first: bool, is_last: bool) -> None:
         """Begin a micro-batch of the training; the DataLoader calls this."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         rates = [float(group["lr"]) for group in groups]
+        self.is_before_backward = is_first
         if is_first:
             self._rates = rates
         elif rates != self._rates:
@@ -234,7 +257,29 @@ class ExactAccelerator(Accelerator):
                 "prepare the model and its DataLoader, and call backward once for each model and "
                 "micro-batch"
             )
+        if self.gradient_accumulation_steps != 1:
+            raise UsageError(
+                "ExactAccelerator: gradient_accumulation_steps was changed to "
+                f"{self.gradient_accumulation_steps}, which would divide the loss: leave it at 1, "
+                "since a batch has microbatches= on any number of ranks"
+            )
+        self.is_before_backward = False
         super().backward(part, **kwargs)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip the gradients of a whole batch; do nothing before its last micro-batch."""
+        if self.gradient_state.sync_gradients:
+            super().clip_grad_value_(parameters, clip_value)
+
+    def require_whole_batch(self) -> None:
+        """Raise UsageError in the middle of a batch, where each rank would load other samples."""
+        if self.is_in_batch and not any(handle.is_complete for _, handle in self._handles):
+            raise UsageError(
+                "ExactAccelerator: a second DataLoader was read in the middle of a batch, of which "
+                "each rank has another part: put the samples of both into one dataset, or evaluate "
+                "after the last micro-batch, if accelerator.sync_gradients. The first DataLoader "
+                "that is prepared is that of the training; another one follows free_memory()"
+            )
 
     # --- evaluation ---------------------------------------------------------------------------
 
@@ -244,7 +289,7 @@ class ExactAccelerator(Accelerator):
         outer = self._evaluated
         self._evaluated = batches
         try:
-            with evaluating(self.device):
+            with evaluating():
                 yield
         finally:
             self._evaluated = outer
@@ -258,10 +303,8 @@ class ExactAccelerator(Accelerator):
         gather = find_gather()
         if gather is None:
             return send_to_device(_join(own), self.device)
-        buffer = io.BytesIO()
-        torch.save(own, buffer)
-        messages = gather(buffer.getvalue(), "gathering for metrics")
-        parts = [part for m in messages for part in torch.load(io.BytesIO(m), weights_only=True)]
+        everyone = exchange_values(gather, own, "gathering for metrics from")
+        parts = [part for parts in everyone for part in parts]
         return send_to_device(_join(parts), self.device)
 
     # --- checkpoints --------------------------------------------------------------------------
@@ -314,6 +357,19 @@ def _join(parts: list[Any]) -> Any:
     return [row for part in parts for row in part]
 
 
+class ExactOptimizer(AcceleratedOptimizer):
+    """An optimizer whose gradients may be cleared before or after its step."""
+
+    accelerator: ExactAccelerator
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients in the last micro-batch, or before the first backward of a batch."""
+        if self.accelerator.is_before_backward:
+            self.optimizer.zero_grad(set_to_none is not False)
+        else:
+            super().zero_grad(set_to_none)
+
+
 class TrainingLoader(DataLoaderStateMixin):
     """The micro-batches of this rank, one after another, in place of a DataLoader.
 
@@ -360,9 +416,11 @@ class TrainingLoader(DataLoaderStateMixin):
                     self.end_of_dataloader = is_last and following is None
                     data = _place(microbatch, self._device)
                     self._accelerator.begin_microbatch(number == 1, is_last)
+                    self._accelerator.is_in_batch = True
                     yield data
                 batch = following
         finally:
+            self._accelerator.is_in_batch = False
             self._accelerator.leave()
             self.end()
 
@@ -393,8 +451,9 @@ class EvaluatedBatches(DataLoaderStateMixin):
         self.size = 0
 
     def __len__(self) -> int:
-        """Return the number of batches on all ranks."""
-        return len(self._loader)
+        """Return the number of rounds, in each of which this rank computes one batch."""
+        ranks: int = self._accelerator.num_processes
+        return -(-len(self._loader) // ranks)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration."""
@@ -407,9 +466,11 @@ class EvaluatedBatches(DataLoaderStateMixin):
             models = {str(number): model for number, model in enumerate(self._accelerator._models)}
             buffers = Buffers(models)
             with self._accelerator.evaluating(self):
+                self._accelerator.require_whole_batch()
                 rounds = self._loader.rounds()
                 current = next(rounds, None)
                 while current is not None:
+                    self._accelerator.require_whole_batch()
                     following = next(rounds, None)
                     self.end_of_dataloader = following is None
                     data = _place(current.data, self._device)

@@ -6,18 +6,16 @@ and skips those of others (`evaluation_loader.ELSEWHERE`).
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from torchmetrics import Metric
 
 from lockstep.integrations.evaluation_loader import ELSEWHERE, EvaluationLoader, evaluating
 from lockstep.integrations.logged_values import LoggedValues
-from lockstep.integrations.microbatch_loader import find_gather, find_rank
+from lockstep.integrations.microbatch_loader import exchange_values, find_gather, find_rank
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.model.collective_calls import CollectiveCallGuard
@@ -50,13 +48,13 @@ class DividedEvaluation(_EvaluationLoop):
     _results: LoggedValues
 
     def run(self) -> Any:
-        """Run the loop; restore the generators, and let metrics combine ranks again."""
+        """Run the loop; afterwards metrics combine the ranks again."""
         module = self.trainer.lightning_module
         metrics = [part for part in module.modules() if isinstance(part, Metric)]
         for metric in metrics if not self.trainer.strategy.divide_evaluation else ():
             metric._to_sync = False  # each rank has seen all batches
         try:
-            with evaluating(self.trainer.strategy.root_device):
+            with evaluating():
                 return super().run()
         finally:
             for metric in metrics:
@@ -106,8 +104,8 @@ class DividedPrediction(_PredictionLoop):
     epoch_batch_indices: list[Any]
 
     def run(self) -> Any:
-        """Run the loop; restore the generators."""
-        with evaluating(self.trainer.strategy.root_device):
+        """Run the loop."""
+        with evaluating():
             return super().run()
 
     def reset(self) -> None:
@@ -139,10 +137,7 @@ class DividedPrediction(_PredictionLoop):
         gather = find_gather()
         loaders = self._combined_loader.flattened
         if gather is not None and self.trainer.strategy.divide_evaluation:
-            buffer = io.BytesIO()
-            torch.save(self._predictions, buffer)
-            messages = gather(buffer.getvalue(), "predicting with")
-            everyone = [torch.load(io.BytesIO(m), weights_only=True) for m in messages]
+            everyone = exchange_values(gather, self._predictions, "predicting with")
             self._predictions = [
                 loader.join([predictions[number] for predictions in everyone])
                 for number, loader in enumerate(loaders)

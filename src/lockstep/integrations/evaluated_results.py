@@ -6,7 +6,6 @@ rank 1                       1   3          and its loop takes those of 0 1 2 3 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.integrations.evaluation_loader import ELSEWHERE, EvaluationLoader
-from lockstep.integrations.microbatch_loader import find_gather, find_rank
+from lockstep.integrations.microbatch_loader import exchange_values, find_gather, find_rank
 
 __all__ = ["EvaluatedResults", "Results"]
 
@@ -111,18 +110,6 @@ class EvaluatedResults:
             if gather is None:
                 yield own
                 continue
-            messages = gather(_pack(own), "evaluating with")
-            yield [results for message in messages for results in _unpack(message)]
-
-
-def _pack(results: list[Results]) -> bytes:
-    """Return results as bytes."""
-    buffer = io.BytesIO()
-    torch.save([tuple(values) for values in results], buffer)
-    return buffer.getvalue()
-
-
-def _unpack(message: bytes) -> list[Results]:
-    """Return the results of `_pack`."""
-    packed = torch.load(io.BytesIO(message), weights_only=True)
-    return [Results(*values) for values in packed]
+            packed = [tuple(results) for results in own]
+            everyone = exchange_values(gather, packed, "evaluating with")
+            yield [Results(*values) for parts in everyone for values in parts]

@@ -5,14 +5,16 @@
     rank 1                       . . . 3 4
     ranks that take turns        0 . 2 . 4  and  . 1 . 3 .
 
-The generators are seeded for each batch by its number. What the ranks compute is joined in the
-order of the batches, or added exactly (`lockstep.kernel.exact_sum`).
+The generators are seeded for each batch by its number, and between batches they are as before the
+first one, on every rank: what hooks draw there, and after the last batch, is equal on all ranks.
+What the ranks compute is joined in the order of the batches, or added exactly
+(`lockstep.kernel.exact_sum`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -34,7 +36,7 @@ from lockstep.data.samplers import draw_batches, validate_sampler
 from lockstep.integrations.microbatch_loader import find_gather, find_rank, rebuild_loader
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import DisagreementError, UsageError
-from lockstep.kernel.seeds import isolated, key, seed_all
+from lockstep.kernel.seeds import key, remembered, seed_all
 from lockstep.kernel.splitting import split_evenly
 from lockstep.model.collective_calls import wrap_collective_calls
 
@@ -45,14 +47,13 @@ ELSEWHERE = object()
 
 
 @contextmanager
-def evaluating(device: torch.device) -> Iterator[None]:
-    """Restore the generators after the body, as they were before its data were loaded."""
+def evaluating() -> Iterator[None]:
+    """Evaluate in the body; afterwards the training goes on with what it has loaded."""
     if find_gather() is not None:
         wrap_collective_calls()  # so that those of a batch can be refused
     loaded = LoadedHere.restore
     try:
-        with isolated(device, everything=True):
-            yield
+        yield
     finally:
         LoadedHere.restore = loaded
 
@@ -116,6 +117,7 @@ class EvaluationLoader:
         self.dataset: Any = loader.dataset
         self.batch_size = loader.batch_size
         self.epoch = 0
+        self._restore: Callable[[], None] = lambda: None  # the generators as before the batches
         self.limit: float = math.inf
         self.lists: list[list[int]] = []
         given: Any = loader.batch_sampler
@@ -145,8 +147,11 @@ class EvaluationLoader:
     def computing(self, number: int, buffers: Buffers) -> Iterator[None]:
         """Compute a batch in the body: with its random numbers, without a trace in buffers."""
         seed_all(key(self._seed, -1 - number), self._device)
-        with buffers.preserve():
-            yield
+        try:
+            with buffers.preserve():
+                yield
+        finally:
+            self._restore()
 
     def join(self, results: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results of the batches of all ranks in the order of the batches."""
@@ -159,7 +164,11 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the data of each batch, or ELSEWHERE."""
-        yield from self._read() if self._is_stream else self._load()
+        self._restore = remembered(self._device, everything=True)
+        for data in self._read() if self._is_stream else self._load():
+            self._restore()  # this rank may have loaded a batch, another one not
+            yield data
+        self._restore()
 
     def rounds(self) -> Iterator[Turn]:
         """Yield a batch of this rank for as many batches as there are ranks.

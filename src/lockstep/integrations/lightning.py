@@ -13,12 +13,14 @@ Lightning's own loop computes together with the step of the optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,7 +31,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from lockstep.integrations.divided_loops import DividedEvaluation, DividedPrediction
 from lockstep.integrations.evaluation_loader import EvaluationLoader
-from lockstep.integrations.logged_values import LoggedValues
+from lockstep.integrations.logged_values import LoggedValues, refusing_inexact_syncs
 from lockstep.integrations.manual_steps import ManualSteps
 from lockstep.integrations.microbatch_loader import Microbatches, MicrobatchLoader, leaving
 from lockstep.kernel.errors import UsageError
@@ -63,6 +65,25 @@ class _Attached:
     def __reduce__(self) -> tuple[Any, ...]:
         """Send and save nothing."""
         return type(None), ()
+
+
+class StepOutputs(dict[str, Any]):
+    """What callbacks get of a batch: the loss. Other outputs are those of a micro-batch."""
+
+    def __missing__(self, name: str) -> Any:
+        """Raise UsageError."""
+        raise UsageError(
+            f"ExactStrategy: outputs[{name!r}] is an output of training_step, which computes one "
+            "micro-batch, and each rank has other ones: log it with self.log, whose value is that "
+            "of the whole batch"
+        )
+
+
+class _BatchResult(ClosureResult):
+    """The result of a batch, whose last micro-batch Lightning's loop has computed."""
+
+    def asdict(self) -> StepOutputs:
+        return StepOutputs(loss=self.loss)
 
 
 class ExactStrategy(DDPStrategy):
@@ -100,6 +121,9 @@ class ExactStrategy(DDPStrategy):
         self._parts: list[float] = []  # of the loss of the batch
         self._is_attached = False  # whether `fit` runs, with its handle
         self._steps: ManualSteps | None = None  # of the micro-batch, in manual optimization
+        self._is_last = False  # whether it is that of the last micro-batch
+        self._samples = 0  # of the whole batch
+        self._exact_metrics = ExitStack()
         self._redirect = _ForwardRedirection()
 
     # --- setup --------------------------------------------------------------------------------
@@ -116,6 +140,7 @@ class ExactStrategy(DDPStrategy):
         connector.use_distributed_sampler = False  # data are divided here
         self._replace_loops(trainer)
         super().setup(trainer)
+        self._exact_metrics.enter_context(refusing_inexact_syncs(module))
         if is_fitting:
             self._attach(module)
 
@@ -140,6 +165,7 @@ class ExactStrategy(DDPStrategy):
         """Forget the data; the module keeps its handle."""
         self._is_attached = False
         self._loader = None
+        self._exact_metrics.close()
         super().teardown()
 
     def _setup_model(self, model: Any) -> DistributedDataParallel:
@@ -244,13 +270,16 @@ class ExactStrategy(DDPStrategy):
         if not isinstance(batch, Microbatches):
             raise UsageError("ExactStrategy trains on one DataLoader: pass no other iterable")
         self._parts = []
+        self._samples = batch.samples
         if not self.lightning_module.automatic_optimization:
             with leaving(self.exact):
                 return self._compute_manually(batch, *args, **kwargs)
+        self._is_last = False
         for microbatch in batch[:-1]:
             output = self._compute(microbatch, *args, **kwargs)
             loss = output["loss"] if isinstance(output, Mapping) else output
             self.backward(loss, self.optimizers[0])
+        self._is_last = True
         return self._compute(batch[-1], *args, **kwargs)
 
     def _compute(self, microbatch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -278,7 +307,8 @@ class ExactStrategy(DDPStrategy):
         module = self.lightning_module
         module.zero_grad()
         noted: list[ManualSteps] = []
-        for microbatch in batch:
+        for number, microbatch in enumerate(batch, 1):
+            self._is_last = number == len(batch)
             data = self._begin(microbatch)
             steps = ManualSteps(module)
             self._steps = steps
@@ -290,7 +320,7 @@ class ExactStrategy(DDPStrategy):
             finally:
                 self._steps = None
                 delattr(module, MANUAL)
-            super().backward(self._weigh(total), None)
+            self._backward(self._weigh(total), None)
             noted.append(steps)
         names = [steps.names for steps in noted]
         module.trainer._results.combine(module, self._parts, [*names[0]])
@@ -300,7 +330,7 @@ class ExactStrategy(DDPStrategy):
                 "others in another: decide by batch_idx, which is the same for a whole batch"
             )
         noted[-1].make()
-        return output
+        return None if isinstance(output, torch.Tensor) else StepOutputs()
 
     def _call_manually(self, steps: ManualSteps, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
@@ -312,8 +342,26 @@ class ExactStrategy(DDPStrategy):
         if self._steps is not None:
             self._steps.add(closure_loss)
             return closure_loss
-        loss: torch.Tensor = super().backward(closure_loss, *args, **kwargs)
-        return loss
+        return self._backward(closure_loss, *args, **kwargs)
+
+    def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Call backward; call `on_after_backward` only where the gradients of the batch are."""
+        plugin = self.precision_plugin
+        conclude = plugin.post_backward
+
+        def finish(closure_loss: torch.Tensor, module: LightningModule) -> torch.Tensor:
+            if not self._is_last:
+                return closure_loss.detach()
+            with cast(LoggedValues, module.trainer._results).outside(self._samples):
+                concluded: torch.Tensor = conclude(closure_loss, module)
+                return concluded
+
+        setattr(plugin, "post_backward", finish)  # noqa: B010
+        try:
+            done: torch.Tensor = super().backward(loss, *args, **kwargs)
+        finally:
+            delattr(plugin, "post_backward")
+        return done
 
     def optimizer_step(
         self,
@@ -337,6 +385,7 @@ class ExactStrategy(DDPStrategy):
         output = getattr(closure, "_result", None)
         if output is not None and output.loss is not None:  # what callbacks get
             output.loss = torch.full_like(output.loss, loss)
+            output.__class__ = _BatchResult
 
         def finished() -> Any:
             if not results:

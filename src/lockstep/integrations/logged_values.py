@@ -12,27 +12,30 @@ any number of ranks. Objects of torchmetrics are merged in the order of the rank
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
+from warnings import catch_warnings
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lockstep.integrations.microbatch_loader import find_gather
+from lockstep.integrations.microbatch_loader import exchange_values, find_gather
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.exact_sum import PartialSums, compute_partial_sums, round_sum
 
-__all__ = ["LoggedValues"]
+__all__ = ["LoggedValues", "refusing_inexact_syncs"]
 
 
 @dataclass
@@ -78,7 +81,9 @@ class _Recorded:
         if kind == "min":
             return self.smallest
         total = round_sum(self.sums)
-        return total if kind == "sum" else total / self.weight if self.weight else math.nan
+        if kind == "sum":
+            return total
+        return total / self.weight if self.weight else 0.0  # of no sample, which nothing counts
 
 
 class LoggedValues(_ResultCollection):
@@ -88,6 +93,8 @@ class LoggedValues(_ResultCollection):
         training: Whether it belongs to the training.
         is_divided: Whether the ranks compute different batches.
     """
+
+    batch_size: Any
 
     def __init__(self, training: bool, is_divided: bool = True) -> None:
         super().__init__(training)
@@ -103,6 +110,19 @@ class LoggedValues(_ResultCollection):
         if self._is_divided and self._recorded is None:
             self._recorded = {}
         yield
+
+    @contextmanager
+    def outside(self, samples: int) -> Iterator[None]:
+        """Log in the body as after a batch of that many samples: the same value on every rank."""
+        recorded = self._recorded
+        self._recorded = None
+        own_size = self.batch_size
+        self.batch_size = samples
+        try:
+            yield
+        finally:
+            self._recorded = recorded
+            self.batch_size = own_size
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """Record a value within a batch; compare it with all ranks elsewhere."""
@@ -124,13 +144,32 @@ class LoggedValues(_ResultCollection):
             _require_exact(value, entry.metric, self.training)
             super().log(fx, name, value, **given, batch_size=batch_size)
         else:
-            is_mean = given["on_epoch"] and given["reduce_fx"] == "mean"
-            entry.add(float(value), self._find_batch_size(batch_size, is_mean))
+            is_mean = given["reduce_fx"] == "mean"
+            entry.add(float(value), self._find_batch_size(batch_size, is_mean, given["on_epoch"]))
 
-    def _find_batch_size(self, given: int | None, is_mean: bool) -> int:
-        if given is None and is_mean and self.batch is not None and self.batch_size is None:
-            self.batch_size = extract_batch_size(self.batch)
-        return given or self.batch_size or 1
+    def _find_batch_size(self, given: Any, is_mean: bool, is_of_epoch: bool) -> int:
+        """Return what the value of a micro-batch counts in the mean of the batch, or of the epoch.
+
+        Args:
+            given: What `log` got: a number, or a tensor with one.
+            is_mean: Whether a mean is taken.
+            is_of_epoch: Whether it is a mean over the epoch, for which Lightning asks for the size.
+        """
+        if given is not None:
+            return int(given)
+        if not is_mean or self.batch is None:
+            return 1
+        size = cast("int | None", self.batch_size)
+        if size is None:
+            with nullcontext() if is_of_epoch else catch_warnings(action="ignore"):
+                try:
+                    size = extract_batch_size(self.batch)
+                except MisconfigurationException:
+                    if is_of_epoch:
+                        raise
+                    size = 1
+            self.batch_size = size
+        return size
 
     def combine(
         self,
@@ -183,7 +222,7 @@ class LoggedValues(_ResultCollection):
         self.dataloader_idx = options.pop("dataloader_idx")
         if not entry.metric:
             value = torch.tensor(entry.compute(), device=module.device)
-            super().log(value=value, **options, batch_size=max(entry.weight, 1))
+            super().log(value=value, **options, batch_size=entry.weight)
         elif gather is not None and not self.training:
             metric = attrgetter(entry.metric)(module)
             _merge_states(metric, gather)
@@ -244,16 +283,32 @@ def _require_exact(metric: Metric, name: str, is_training: bool) -> None:
             )
 
 
+@contextmanager
+def refusing_inexact_syncs(module: LightningModule) -> Iterator[None]:
+    """Let torchmetrics combine no states of the ranks in the body whose sums are rounded."""
+    found = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+    before = {name: metric.dist_sync_fn for name, metric in found.items()}
+
+    def sync(name: str, metric: Metric, *args: Any, **options: Any) -> Any:
+        _require_exact(metric, name, False)
+        return (before[name] or gather_all_tensors)(*args, **options)
+
+    for name, metric in found.items():
+        metric.dist_sync_fn = partial(sync, name, metric)
+    try:
+        yield
+    finally:
+        for name, metric in found.items():
+            metric.dist_sync_fn = before[name]
+
+
 def _merge_states(metric: Metric, gather: Callable[[bytes, str], list[bytes]]) -> None:
     """Give a metric the states of all ranks, in the order of the ranks."""
     for part in metric.modules():
         if not isinstance(part, Metric):
             continue
-        buffer = io.BytesIO()
         states = {name: getattr(part, name) for name in part._reductions}
-        torch.save((part._update_count, states), buffer)
-        messages = gather(buffer.getvalue(), "merging metrics with")
-        found = [torch.load(io.BytesIO(m), weights_only=True) for m in messages]
+        found = exchange_values(gather, (part._update_count, states), "merging metrics with")
         part._update_count = sum(count for count, _ in found)
         everyone = [states for _, states in found]
         for name, reduction in part._reductions.items():

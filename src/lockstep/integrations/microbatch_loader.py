@@ -13,6 +13,9 @@ dataset is read by all ranks, and split by position.
 
 from __future__ import annotations
 
+import io
+import pickle
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -50,6 +53,7 @@ from lockstep.training.exact import Exact
 __all__ = [
     "MicrobatchLoader",
     "Microbatches",
+    "exchange_values",
     "find_gather",
     "find_rank",
     "leaving",
@@ -83,6 +87,26 @@ def find_rank() -> tuple[int, int]:
 def find_gather() -> GatherFn | None:
     """Return a function that exchanges messages with all ranks; None on one rank."""
     return all_gather_bytes if find_rank()[1] > 1 else None
+
+
+def exchange_values(gather: GatherFn, values: Any, about: str) -> list[Any]:
+    """Return the tensors, numbers, strings, lists, tuples and mappings of all ranks.
+
+    Raises:
+        UsageError: Another object is among them.
+    """
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    messages = gather(buffer.getvalue(), about)
+    try:
+        return [torch.load(io.BytesIO(message), weights_only=True) for message in messages]
+    except pickle.UnpicklingError as error:
+        found = re.search(r"(?:GLOBAL|[Uu]nsupported class) ([\w.]+)", str(error))
+        what = found[1] if found else "another object"
+        raise UsageError(
+            f"{about} other ranks: {what} is not exchanged; return tensors, numbers and strings, "
+            "in lists, tuples and dicts"
+        ) from None
 
 
 @contextmanager

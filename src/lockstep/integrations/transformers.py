@@ -96,6 +96,8 @@ class ExactTrainer(Trainer):
         self._shares: list[float | None] = []
         self._share: float | None = None
         self._parts: list[float] = []
+        self._is_computing = False
+        self._logged: dict[str, str] = {}  # since the last step
         self._divisor: LossDivisor
         self._declared = self.loss_is_scaled_for_ga
         self.loss_is_scaled_for_ga = True  # `_backward` weights the loss of a micro-batch
@@ -226,12 +228,23 @@ class ExactTrainer(Trainer):
         """Compute this rank's micro-batches; return the loss of the whole batch on every rank."""
         assert self.exact is not None
         self._parts = []
-        with self._as_one_process(), leaving(self.exact):
+        with self._as_one_process(), leaving(self.exact), self._computing():
             for microbatch, share in zip(inputs, self._shares, strict=True):
                 self._share = share
                 self.exact.begin()
                 super().training_step(model, microbatch, num_items_in_batch)
-        return torch.tensor(_add_exactly(self._parts), device=self.args.device)
+        logged = self._logged
+        self._logged = {}
+        return torch.tensor(_add_exactly(self._parts, logged), device=self.args.device)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Refuse `log` in the body, which computes some of the samples of a batch."""
+        self._is_computing = True
+        try:
+            yield
+        finally:
+            self._is_computing = False
 
     def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> None:
         """Call backward on the micro-batch's part of the loss."""
@@ -277,7 +290,18 @@ class ExactTrainer(Trainer):
         self._window = None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the loss of this rank, which is that of all ranks."""
+        """Log the loss of this rank, which is that of all ranks.
+
+        Raises:
+            UsageError: It was called in `compute_loss` or `prediction_step`.
+        """
+        if self._is_computing:
+            raise UsageError(
+                f"ExactTrainer: {', '.join(logs)} was logged while a micro-batch was computed, of "
+                "which each rank has other ones: log what is computed from whole batches, such as "
+                "in a callback"
+            )
+        self._logged |= {name: repr(value) for name, value in logs.items() if not _is_time(name)}
         if "loss" in logs and self._window is not None:
             loss, steps, before = self._window
             logs["loss"] = loss / steps
@@ -316,7 +340,8 @@ class ExactTrainer(Trainer):
             kept = inputs[name] if "inputs" in settings.include_for_metrics else None
             size = count_first_dimension(inputs)
             guard = CollectiveCallGuard(lambda: place)
-            with self._as_one_process(), loader.computing(number, buffers), guard:
+            computing = loader.computing(number, buffers)
+            with self._as_one_process(), computing, guard, self._computing():
                 values = predict(self.model, inputs, only_loss, ignore_keys)
             return Results(size, *map_tensors(torch.Tensor.cpu, (*values, kept)))
 
@@ -326,7 +351,7 @@ class ExactTrainer(Trainer):
         self.gather_function = lambda tensors: nested_truncate(tensors, batches.results.size)
         self.accelerator.pad_across_processes = lambda tensors, **_: tensors
         try:
-            with evaluating(settings.device):
+            with evaluating():
                 output = super().evaluation_loop(
                     batches, description, only_loss, ignore_keys, metric_key_prefix
                 )
@@ -359,14 +384,37 @@ def _is_own(method: Callable[..., Any]) -> bool:
     return not method.__module__.startswith("transformers.")
 
 
-def _add_exactly(parts: list[float]) -> float:
-    """Return the exact sum of the parts of all ranks, rounded once."""
+def _is_time(name: str) -> bool:
+    """Return whether a value that the Trainer logs is a time, which differs between ranks."""
+    return name.endswith(("_runtime", "_per_second")) or "_mem_" in name
+
+
+def _add_exactly(parts: list[float], logged: Mapping[str, str]) -> float:
+    """Return the exact sum of the parts of all ranks, rounded once.
+
+    Args:
+        parts: The parts of this rank.
+        logged: What it has logged since the last step, by name.
+
+    Raises:
+        UsageError: Another rank has logged another value.
+    """
     gather = find_gather()
-    sums = [compute_partial_sums(parts)]
-    if gather is not None:
-        messages = gather(json.dumps(sums[0]).encode(), "adding the losses of")
-        sums = [json.loads(message) for message in messages]
-    return round_sum([value for values in sums for value in values])
+    sums = compute_partial_sums(parts)
+    if gather is None:
+        return round_sum(sums)
+    messages = gather(json.dumps([sums, dict(logged)]).encode(), "adding the losses of")
+    everyone = [json.loads(message) for message in messages]
+    first = everyone[0][1]
+    for rank, (_, others) in enumerate(everyone):
+        for name in first.keys() & others.keys():
+            if others[name] != first[name]:
+                raise UsageError(
+                    f"ExactTrainer: {name} was logged as {first[name]} on rank 0 and as "
+                    f"{others[name]} on rank {rank}, each computed from its own micro-batches: "
+                    "return what is counted by compute_metrics, which gets all samples"
+                )
+    return round_sum([value for values, _ in everyone for value in values])
 
 
 class _Batches(IterableDataset[Any]):

@@ -320,6 +320,7 @@ class Exact(Services):
         """
         if self._flat is not None:
             self._flat.leave()
+        self._script_steps.settle()
 
     def refuse_audit(self, reason: str) -> None:
         """Never call the model again, for a loop whose model counts its calls.

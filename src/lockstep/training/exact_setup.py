@@ -260,7 +260,10 @@ def _reject(given: Given, parallel: ParallelContext) -> None:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UsageError("ls.exact got a model without trainable parameters")
     if module in _attached:
-        raise UsageError("ls.exact was called before with this model: use the handle it returned")
+        raise UsageError(
+            "ls.exact was called before with this model: use the handle it returned, or the "
+            "framework's trainer that has called it, or pass a copy of the model"
+        )
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         raise UsageError(
             "ls.exact cannot train SyncBatchNorm, whose statistics depend on the number of ranks: "

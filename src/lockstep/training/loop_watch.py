@@ -84,7 +84,8 @@ class LoopWatch:
         caller = _find_script_frame(frame)
         found = [] if caller is None else find_reachable_from_frame(caller, skip, MOST)
         self._generators = [one for one in found if is_private_generator(one.value)]
-        self._modules = [one for one in found if isinstance(one.value, nn.Module)]
+        # A weak proxy of a module is none itself; Lightning keeps one of a part of the model.
+        self._modules = [one for one in found if issubclass(type(one.value), nn.Module)]
 
     def _read(self) -> list[Any]:
         states = [repr(generator_state(holder.value)) for holder in self._generators]
