@@ -38,8 +38,8 @@ demo: install ## train on real handwritten digits with two processes
 test: install ## run the whole test suite, JOBS=3 files at a time
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-soak: install ## run the long tests: races, sanitizers, random trainings (an hour on two cores)
-	@$(BIN)/python -m pytest -m "hypothesis and not stress" --hypothesis-profile=soak
+soak: install ## run the long tests: races, sanitizers, random trainings (45 minutes on two cores)
+	@$(BIN)/python -m pytest -m "hypothesis and not stress" --hypothesis-profile=soak -n 2 --dist loadfile
 	@$(BIN)/python -m pytest -m stress -n 2 --dist loadfile
 
 docs: install ## build the documentation into site/; a broken link is an error

@@ -57,5 +57,7 @@ def test_a_part_that_fails_hides_no_other(tmp_path, monkeypatch):
 @pytest.mark.stress
 @pytest.mark.timeout(900)
 def test_the_long_parts_on_the_simulated_accelerator(tmp_path):
-    long = [part for part in gpu_check.LIMITS if part not in (*SHORT, "extension")]
+    # How fast the simulation is tells nothing.
+    left_out = (*SHORT, "extension", "speed")
+    long = [part for part in gpu_check.LIMITS if part not in left_out]
     check(tmp_path / "results.jsonl", *long, timeout=880)

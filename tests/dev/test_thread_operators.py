@@ -49,5 +49,5 @@ def test_no_operator_of_a_training_depends_on_threads(tmp_path):
     environ = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
     subprocess.run([*command, "--names", *NAMES.split()], env=environ, check=True, timeout=1700)
     operators = json.loads(found.read_text())
-    assert len(operators["compared"]) > 150
+    assert len(operators["compared"]) > 140  # as torch chooses kernels for the processor
     assert operators["differing"] == {}

@@ -390,6 +390,7 @@ def test_a_graph_of_inductor_is_one_operator(monkeypatch):
 
     monkeypatch.setattr(config, "wrap_inductor_compiled_regions", False)
     monkeypatch.setattr(config, "compile_threads", 1)  # in this process
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a thread of inductor's progress
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # which inductor sets
     found = {}
     for level in ("result", "operators"):
