@@ -284,6 +284,26 @@ def draw_between_steps():
         model.zero_grad()
 
 
+def begin_two_steps_at_once():
+    """Train two models in the same micro-batches, as ExactAccelerator does."""
+    models = network(), network()
+    pairs = [(ls.exact(model, microbatches=MICROBATCHES, loggers=[]), model) for model in models]
+    for _ in range(2):
+        for _ in range(MICROBATCHES // ls.world_size()):
+            for exact, _ in pairs:
+                exact.begin()
+            inputs = torch.randn(4, 6)
+            for exact, model in pairs:
+                exact.weigh(model(inputs).square().mean()).backward()
+        for model in models:
+            model.zero_grad()
+
+
+def test_numbers_of_the_microbatches_of_another_model_are_not_named(ranks, capfd):
+    ranks(begin_two_steps_at_once, 2)
+    assert "differ between the ranks" not in capfd.readouterr().err
+
+
 def test_ranks_that_draw_other_numbers_between_steps_are_named_once(ranks, capfd):
     ranks(draw_between_steps, 2)
     assert capfd.readouterr().err.count("differ between the ranks: if the training depends") == 1

@@ -48,14 +48,14 @@ ELSEWHERE = object()
 
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """Evaluate in the body; afterwards the training goes on with what it has loaded."""
+    """Evaluate in the body, with the generators from before the training has loaded its batch."""
     if find_gather() is not None:
         wrap_collective_calls()  # so that those of a batch can be refused
-    loaded = LoadedHere.restore
+    LoadedHere.end()
     try:
         yield
     finally:
-        LoadedHere.restore = loaded
+        LoadedHere.restore = None  # of a batch of the evaluation
 
 
 class Turn(NamedTuple):

@@ -11,6 +11,7 @@ training, such as the order of samples in an evaluation of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,12 +32,15 @@ class DrawsCheck(StepHook):
 
     Args:
         device: The device whose generators are compared, beside those of the CPU.
+        is_inside: Whether the step begins within one of another handle, whose micro-batch has
+            seeded the generators.
     """
 
     name = "draws"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_inside: Callable[[], bool]) -> None:
         self._device = device
+        self._is_inside = is_inside
         self._before = ""  # the states at the beginning of the last step, which restores them
         self._drawn = ""  # a hash of the states, if the script has drawn since then
         self._has_warned = False
@@ -44,7 +48,7 @@ class DrawsCheck(StepHook):
     def begin(self, step: StepContext, batch: Any) -> None:
         """Find out whether the script has drawn since the last step."""
         self._drawn = ""
-        if step.parallel.replicas == 1 or step.attempt.number >= STEPS:
+        if step.parallel.replicas == 1 or step.attempt.number >= STEPS or self._is_inside():
             return
         now = repr(state_of_all(self._device))
         if self._before and now != self._before:

@@ -64,7 +64,7 @@ from lockstep.training.optimization import Optimization
 from lockstep.training.optimizer_config import OptimizerConfig, reject_broken_fused
 from lockstep.training.parallel_setup import find_replica_hosts
 from lockstep.training.run_record import LoggerLike
-from lockstep.training.script_executor import ScriptExecutor
+from lockstep.training.script_executor import ScriptExecutor, has_open_step
 from lockstep.training.script_passes import make_script_passes
 from lockstep.training.script_steps import ScriptSteps, ScriptUpdate
 from lockstep.training.session import current_session
@@ -469,6 +469,6 @@ def _set_up(
         executor=executor,
         state_check=state_check,
         settings=settings,
-        checks=[hyperparameters, state_check, DrawsCheck(parallel.device)],
+        checks=[hyperparameters, state_check, DrawsCheck(parallel.device, has_open_step)],
     )
     return setup, gradients

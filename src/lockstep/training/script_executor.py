@@ -21,7 +21,7 @@ from lockstep.model.watched_calls import WatchedCalls
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.whole_model import WholeModelExecutor
 
-__all__ = ["ScriptExecutor"]
+__all__ = ["ScriptExecutor", "has_open_step"]
 
 
 @dataclass
@@ -38,6 +38,11 @@ class OpenSteps:
 
 
 _open_steps = OpenSteps()
+
+
+def has_open_step() -> bool:
+    """Return whether a step of a script's loop is open in this process."""
+    return _open_steps.count > 0
 
 
 # It has many attributes: those of the executor that it extends, and what a script leaves open
@@ -57,7 +62,7 @@ class ScriptExecutor(WholeModelExecutor):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.is_repeatable = True
-        self.calls = ScriptCalls(self._called, self._scopes, lambda: _open_steps.count > 0)
+        self.calls = ScriptCalls(self._called, self._scopes, has_open_step)
         # For good, so that calls between two micro-batches are known, too. The scopes come first,
         # since a call that is no part of the training must not reach them.
         self._installed = self._scopes.install_hooks()
