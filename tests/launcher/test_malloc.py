@@ -90,7 +90,7 @@ def bytes_kept_by_a_repetition(frees):
     model.zero_grad()
     before = psutil.Process().memory_info().rss
     loss = model(inputs).sum()
-    with hashing_gradients(model.named_parameters() if frees else (), [loss]):
+    with hashing_gradients(model.named_parameters() if frees else (), [loss], [model]):
         loss.backward()
     model.zero_grad()
     kept = psutil.Process().memory_info().rss - before

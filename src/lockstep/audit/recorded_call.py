@@ -31,7 +31,12 @@ from lockstep.audit.repetition_trace import StateWatch
 from lockstep.checksum import checksum
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls, is_in_backward
 from lockstep.kernel.seeds import isolated, remembered
-from lockstep.model.gradient_hashes import NO_HASHES, hash_gradients, hashing_gradients
+from lockstep.model.gradient_hashes import (
+    NO_HASHES,
+    LateCallbackError,
+    hash_gradients,
+    hashing_gradients,
+)
 from lockstep.model.loss_root import read_gradients, run_backward
 from lockstep.model.watched_calls import Arguments, ShardedModel, output_tensors
 
@@ -292,8 +297,14 @@ class RecordedCall:
                     root.grad_fn.register_prehook(partial(_replace, root.output_nr, gradient))
             # Those of a sharded model are hashed whole, by all ranks together.
             named = self._named.items() if self._sharded is None else ()
-            with hashing_gradients(named, roots) as hashed:
-                torch.autograd.backward(roots, gradients)
+            modules = self._modules.values()
+            try:
+                with hashing_gradients(named, roots, modules) as hashed:
+                    torch.autograd.backward(roots, gradients)
+            except LateCallbackError:
+                raise CannotRepeatError(
+                    "a callback is queued for the end of backward, after the first gradient"
+                ) from None
         return hashes | self._hash_results([leaf.grad for leaf in self._inputs], hashed)
 
     def _enter(self, value: Any) -> Any:

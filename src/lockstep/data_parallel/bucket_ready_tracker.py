@@ -21,12 +21,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
-from torch.nn.modules import module as global_hooks
+
+from lockstep.model.backward_hooks import may_read_gradients, noticing_callbacks
 
 __all__ = ["BucketReadyTracker"]
 
@@ -43,6 +42,7 @@ class BucketReadyTracker:
         modules: Modules whose backward hooks could read `.grad`.
 
     Attributes:
+        modules: The modules whose backward hooks may read `.grad`.
         complete_buckets: The number of leading buckets that may be launched in this pass.
         has_late_callback: Whether a callback was queued, for the first time, in the last watched
             pass after gradients had been complete.
@@ -55,7 +55,7 @@ class BucketReadyTracker:
         modules: Iterable[nn.Module] = (),
     ) -> None:
         self._parameters = list(parameters)
-        self._modules = list(modules)
+        self.modules = list(modules)
         self._on_gradient = weakref.WeakMethod(on_gradient)
         self._hooked: set[int] = set()
         self._buckets: list[frozenset[int]] = []
@@ -87,7 +87,7 @@ class BucketReadyTracker:
         handle = loss.register_hook(self._enter)
         self._is_watching = True
         try:
-            with _notice_callbacks(self._note_callback):
+            with noticing_callbacks(self._note_callback):
                 yield self._counts
         finally:
             self._is_watching = False
@@ -123,16 +123,7 @@ class BucketReadyTracker:
 
     def is_observed(self) -> bool:
         """Return whether user code may read `.grad` while a backward pass runs."""
-        return (
-            bool(global_hooks._global_backward_hooks)
-            or bool(global_hooks._global_backward_pre_hooks)
-            or any(
-                module._backward_hooks or module._backward_pre_hooks
-                for root in self._modules
-                for module in root.modules()
-            )
-            or any(has_foreign_hooks(parameter) for parameter in self._parameters)
-        )
+        return may_read_gradients(self.modules, self._parameters)
 
     def _note_callback(self) -> None:
         self._has_callbacks = True
@@ -153,6 +144,8 @@ class BucketReadyTracker:
 class _Hook:
     """A post-accumulate hook of a parameter; has no effect once its BucketReadyTracker is freed."""
 
+    is_own = True
+
     def __init__(self, owner: weakref.ref[BucketReadyTracker], index: int) -> None:
         self._owner = owner
         self._index = index
@@ -163,38 +156,3 @@ class _Hook:
             on_gradient = owner._on_gradient()
             if on_gradient is not None:
                 on_gradient(self._index)
-
-
-def has_foreign_hooks(parameter: nn.Parameter) -> bool:
-    hooks = parameter._post_accumulate_grad_hooks
-    return bool(hooks) and any(type(hook) is not _Hook for hook in hooks.values())
-
-
-class _NoticingEngine:
-    """A wrapper of autograd's engine that calls `notice` for every queued callback."""
-
-    def __init__(self, engine: Any, notice: Callable[[], None]) -> None:
-        self.engine = engine
-        self._notice = notice
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def queue_callback(self, callback: Callable[[], None]) -> None:
-        """Queue a callback for the end of the current backward pass."""
-        self._notice()
-        self.engine.queue_callback(callback)
-
-
-@contextmanager
-def _notice_callbacks(notice: Callable[[], None]) -> Iterator[None]:
-    """Call `notice` for each callback that the body queues, because torch does not list them."""
-    holder: Any = Variable
-    engine = _NoticingEngine(holder._execution_engine, notice)
-    holder._execution_engine = engine
-    try:
-        yield
-    finally:
-        # A backward pass in another thread may have replaced the engine meanwhile.
-        if holder._execution_engine is engine:
-            holder._execution_engine = engine.engine

@@ -33,7 +33,7 @@ advance, are exchanged last (`lockstep.comm.sparse_gradients`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,12 @@ from lockstep.data_parallel.parameter_shards import Shards
 from lockstep.data_parallel.planned_buckets import BucketPlanner, PlannedBuckets, StepTree
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import Node
-from lockstep.model.gradient_hashes import NO_HASHES, hash_gradients, hashing_gradients
+from lockstep.model.gradient_hashes import (
+    NO_HASHES,
+    LateCallbackError,
+    hash_gradients,
+    hashing_gradients,
+)
 
 __all__ = ["GradientReducer"]
 
@@ -186,13 +191,31 @@ class GradientReducer:
         if is_unfinished or (self._buckets is not None and self._buckets.are_in_use):
             self._buckets = None
 
-    def hash_current(self, freed: Mapping[str, int] = NO_HASHES) -> dict[str, int]:
-        """Return hashes of the micro-batch's gradients by the names of their parameters."""
-        return hash_gradients(self._parameters, freed)
+    def hash_current(self) -> dict[str, int]:
+        """Return hashes of the gradients in `.grad` by the names of their parameters."""
+        return hash_gradients(self._parameters)
 
-    def hashing_again(self, root: torch.Tensor) -> AbstractContextManager[Mapping[str, int]]:
-        """Return a context in which gradients of a repetition are hashed, and freed."""
-        return hashing_gradients(self._parameters, [root])
+    def hash_again(
+        self,
+        compute: Callable[
+            [Callable[[torch.Tensor], AbstractContextManager[Mapping[str, int]]]],
+            tuple[Mapping[str, int], torch.Tensor],
+        ],
+    ) -> tuple[dict[str, int], torch.Tensor]:
+        """Compute a micro-batch again; return the hashes of its gradients, and its loss.
+
+        Args:
+            compute: Gets a function that returns the context of the backward pass from a root.
+                Returns the hashes of the gradients that were freed in it, and the loss.
+        """
+        modules = self._tracker.modules
+        try:
+            freed, loss = compute(lambda root: hashing_gradients(self._parameters, [root], modules))
+        except LateCallbackError:
+            for _, parameter in self._parameters:
+                parameter.grad = None
+            freed, loss = compute(lambda root: nullcontext(NO_HASHES))
+        return hash_gradients(self._parameters, freed), loss
 
     def discard(self) -> None:
         """Do nothing: a micro-batch that is computed again leaves its gradients in `.grad` only."""

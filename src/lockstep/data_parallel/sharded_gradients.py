@@ -373,7 +373,7 @@ class ShardedGradients:
         if self.is_observed:
             self._hashes[number] = checksum(gradient)
 
-    def hash_current(self, freed: Mapping[str, int] = NO_HASHES) -> dict[str, int]:
+    def hash_current(self) -> dict[str, int]:
         """Return hashes of the micro-batch's whole gradients by the names of their parameters."""
         return {
             self._parameters[number][0]: value for number, value in sorted(self._hashes.items())
@@ -393,9 +393,20 @@ class ShardedGradients:
         turn = microbatch // self._shards
         self._sums.put((turn, turn + 1), gradients)
 
-    def hashing_again(self, root: torch.Tensor) -> AbstractContextManager[Mapping[str, int]]:
-        """Return a context without an effect: gradients are hashed as soon as they are whole."""
-        return nullcontext(NO_HASHES)
+    def hash_again(
+        self,
+        compute: Callable[
+            [Callable[[torch.Tensor], AbstractContextManager[Mapping[str, int]]]],
+            tuple[Mapping[str, int], torch.Tensor],
+        ],
+    ) -> tuple[dict[str, int], torch.Tensor]:
+        """Compute a micro-batch again; return the hashes of its gradients, and its loss.
+
+        Args:
+            compute: As for `GradientReducer.hash_again`; gradients are hashed when they are whole.
+        """
+        _, loss = compute(lambda root: nullcontext(NO_HASHES))
+        return self.hash_current(), loss
 
     def discard(self) -> None:
         """Forget a micro-batch that was computed again, also if an exception ended it."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.checksum import checksum
 from lockstep.launcher.malloc import returning_large_blocks
+from lockstep.model.backward_hooks import may_read_gradients, noticing_callbacks
 
-__all__ = ["NO_HASHES", "hash_gradients", "hashing_gradients"]
+__all__ = ["NO_HASHES", "LateCallbackError", "hash_gradients", "hashing_gradients"]
 
 NO_HASHES: Mapping[str, int] = MappingProxyType({})
 
@@ -35,23 +37,39 @@ def hash_gradients(
     }
 
 
+class LateCallbackError(Exception):
+    """A callback was queued for the end of backward when gradients were freed already."""
+
+
 @contextmanager
 def hashing_gradients(
-    parameters: Iterable[tuple[str, torch.Tensor]], roots: Iterable[torch.Tensor]
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    roots: Iterable[torch.Tensor],
+    modules: Iterable[nn.Module],
 ) -> Iterator[dict[str, int]]:
     """Yield the hashes of gradients by name; each gradient is freed as soon as it is complete.
 
     The gradients of the step are held meanwhile: a repetition that held its own, too, would need
-    as much memory again. A function of the user's own may run a backward pass in its backward, as
-    reentrant checkpoints do, and gradients may then come in several parts: if there is one, no
-    gradient is freed, and none is among the hashes.
+    as much memory again. No gradient is freed, and none is among the hashes, if something may
+    read or change it later: hooks, a callback at the end of backward, or a function of the user's
+    own, which may run a backward pass in its backward, as reentrant checkpoints do.
 
     Args:
         parameters: The parameters by name; their `.grad` is None.
         roots: Where the backward pass in the body begins.
+        modules: The modules that are called.
+
+    Raises:
+        LateCallbackError: A callback was queued after the first gradient. The body has to be run
+            again outside of this context.
     """
+    named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     hashes: dict[str, int] = {}
     hooks: list[Any] = []
+    if not named or _has_own_functions(roots) or may_read_gradients(modules, dict(named).values()):
+        yield hashes
+        return
+    is_late = False
 
     def note(name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -59,17 +77,25 @@ def hashing_gradients(
         hashes[name] = checksum(parameter.grad)
         parameter.grad = None
 
-    if not _has_own_functions(roots):
-        for name, parameter in parameters:
-            if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(partial(note, name))
-                hooks.append(hook)
+    def keep_gradients() -> None:
+        nonlocal is_late
+        is_late |= bool(hashes)
+        while hooks:
+            hooks.pop().remove()
+
+    hooks += [one.register_post_accumulate_grad_hook(partial(note, name)) for name, one in named]
     try:
-        with returning_large_blocks() if hooks else nullcontext():
+        with noticing_callbacks(keep_gradients), returning_large_blocks():
             yield hashes
+    except Exception as error:
+        if is_late:  # it has missed a gradient, perhaps
+            raise LateCallbackError from error
+        raise
     finally:
         for hook in hooks:
             hook.remove()
+    if is_late:
+        raise LateCallbackError
 
 
 def _has_own_functions(roots: Iterable[torch.Tensor]) -> bool:

@@ -57,6 +57,13 @@ class MicrobatchSums(Protocol):
         """Leave out a micro-batch that is not computed."""
 
 
+Hashing = Callable[[torch.Tensor], AbstractContextManager[Mapping[str, int]]]
+"""Returns, for the root of a backward pass, its context, with the hashes of gradients it frees."""
+
+ComputeAgain = Callable[[Hashing], tuple[Mapping[str, int], torch.Tensor]]
+"""Computes a micro-batch; returns the hashes of what was freed, and the loss."""
+
+
 class CollectedGradients(GradientSums, Protocol):
     """The sums of gradients, while micro-batches are added to them."""
 
@@ -75,11 +82,11 @@ class CollectedGradients(GradientSums, Protocol):
     ) -> MicrobatchSums:
         """Start a step of `leaves` micro-batches; `announce` compares it with other ranks."""
 
-    def hash_current(self, freed: Mapping[str, int] = ...) -> dict[str, int]:
-        """Return hashes of the micro-batch's gradients by name, with those that were freed."""
+    def hash_current(self) -> dict[str, int]:
+        """Return hashes of the micro-batch's gradients by the names of their parameters."""
 
-    def hashing_again(self, root: torch.Tensor) -> AbstractContextManager[Mapping[str, int]]:
-        """Return the context of a repeated backward pass, with the hashes of what it frees."""
+    def hash_again(self, compute: ComputeAgain) -> tuple[dict[str, int], torch.Tensor]:
+        """Compute a micro-batch again; return the hashes of its gradients, and its loss."""
 
     def discard(self) -> None:
         """Forget a micro-batch that was computed again."""

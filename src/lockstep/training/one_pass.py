@@ -30,7 +30,6 @@ from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.repetition_trace import StateWatch
 from lockstep.comm.native_module import load_native
 from lockstep.data.microbatch import join_samples
-from lockstep.data_parallel.bucket_ready_tracker import has_foreign_hooks
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers, have_same_bits
 from lockstep.kernel.rng_scopes import RngScopes
@@ -38,6 +37,7 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.kernel.tree import TreeAccumulator, add_present, nodes_of, split
 from lockstep.launcher.arithmetic import has_portable_bits
+from lockstep.model.backward_hooks import has_foreign_hooks
 from lockstep.model.compilation import find_compiled
 from lockstep.model.forward import Metric, call_model, compute_loss, split_targets
 from lockstep.model.loss_root import LossRoot, run_backward

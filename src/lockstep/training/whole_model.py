@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from lockstep.audit.microbatch_results import hash_results
@@ -26,7 +27,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import ShardedModel, WatchedCalls, watch_calls
 from lockstep.training.grouped_passes import GroupedPasses
 from lockstep.training.kept_work import KeptWork
-from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
+from lockstep.training.microbatch_loop import CollectedGradients, Hashing, MicrobatchLoop
 
 __all__ = ["WholeModelExecutor"]
 
@@ -165,7 +166,6 @@ class WholeModelExecutor:
         """Compute a micro-batch again, inside of `open`; return hashes of its results."""
         assert self._loop is not None
         loop = self._loop
-        parallel = self._parallel
         parameters = [part for module in self._modules.values() for part in module.parameters()]
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -173,22 +173,32 @@ class WholeModelExecutor:
         self._gradients.is_observed = True
         where = loop.step.place(microbatch.index)
         try:
-            loop.buffers.install_copies()
-            self._scopes.begin_microbatch(loop.step.number, microbatch.index)
-            data = parallel.move_to_device(microbatch.data)
-            with parallel.autocast():
-                loss, _ = forward(self._called, parallel.loss, {}, data, where)
-            root, gradient = self._roots.find(loss, share)
-            with parallel.without_autocast(), self._gradients.hashing_again(root) as freed:
-                run_backward(root, gradient, retain_graph=False)
-            hashes = self._gradients.hash_current(freed)
-            return hash_results([loss.detach()], hashes, loop.buffers.current())
+            compute = partial(self._compute_again, microbatch, share, where)
+            hashes, loss = self._gradients.hash_again(compute)
+            return hash_results([loss], hashes, loop.buffers.current())
         finally:
             self._gradients.discard()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             for slot in loop.buffers.slots:
                 slot.copy = None
+
+    def _compute_again(
+        self, microbatch: Microbatch, share: float, where: str, hashing: Hashing
+    ) -> tuple[Mapping[str, int], torch.Tensor]:
+        """Return the hashes of the gradients of a micro-batch that are freed, and its loss."""
+        assert self._loop is not None
+        loop = self._loop
+        parallel = self._parallel
+        loop.buffers.install_copies()
+        self._scopes.begin_microbatch(loop.step.number, microbatch.index)
+        data = parallel.move_to_device(microbatch.data)
+        with parallel.autocast():
+            loss, _ = forward(self._called, parallel.loss, {}, data, where)
+        root, gradient = self._roots.find(loss, share)
+        with parallel.without_autocast(), hashing(root) as freed:
+            run_backward(root, gradient, retain_graph=False)
+        return freed, loss.detach()
 
     def find_calls(self) -> list[WatchedCalls]:
         """Return the calls of the model, which the script makes in a manual step."""
