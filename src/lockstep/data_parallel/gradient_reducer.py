@@ -32,8 +32,8 @@ advance, are exchanged last (`lockstep.comm.sparse_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ from lockstep.model.gradient_hashes import (
     hash_gradients,
     hashing_gradients,
 )
+from lockstep.model.watched_calls import ComputeAgain
 
 __all__ = ["GradientReducer"]
 
@@ -195,19 +196,8 @@ class GradientReducer:
         """Return hashes of the gradients in `.grad` by the names of their parameters."""
         return hash_gradients(self._parameters)
 
-    def hash_again(
-        self,
-        compute: Callable[
-            [Callable[[torch.Tensor], AbstractContextManager[Mapping[str, int]]]],
-            tuple[Mapping[str, int], torch.Tensor],
-        ],
-    ) -> tuple[dict[str, int], torch.Tensor]:
-        """Compute a micro-batch again; return the hashes of its gradients, and its loss.
-
-        Args:
-            compute: Gets a function that returns the context of the backward pass from a root.
-                Returns the hashes of the gradients that were freed in it, and the loss.
-        """
+    def hash_again(self, compute: ComputeAgain) -> tuple[dict[str, int], torch.Tensor]:
+        """Compute a micro-batch again; return the hashes of its gradients, and its loss."""
         modules = self._tracker.modules
         try:
             freed, loss = compute(lambda root: hashing_gradients(self._parameters, [root], modules))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,7 @@ from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.tree import TreeAccumulator
 from lockstep.launcher.malloc import return_large_blocks
 from lockstep.model.gradient_hashes import NO_HASHES
+from lockstep.model.watched_calls import ComputeAgain
 from lockstep.sharded_tensors import is_sharded, local_part
 
 __all__ = [
@@ -393,17 +394,10 @@ class ShardedGradients:
         turn = microbatch // self._shards
         self._sums.put((turn, turn + 1), gradients)
 
-    def hash_again(
-        self,
-        compute: Callable[
-            [Callable[[torch.Tensor], AbstractContextManager[Mapping[str, int]]]],
-            tuple[Mapping[str, int], torch.Tensor],
-        ],
-    ) -> tuple[dict[str, int], torch.Tensor]:
+    def hash_again(self, compute: ComputeAgain) -> tuple[dict[str, int], torch.Tensor]:
         """Compute a micro-batch again; return the hashes of its gradients, and its loss.
 
-        Args:
-            compute: As for `GradientReducer.hash_again`; gradients are hashed when they are whole.
+        They are hashed when they are whole, so none is freed.
         """
         _, loss = compute(lambda root: nullcontext(NO_HASHES))
         return self.hash_current(), loss

@@ -470,13 +470,13 @@ class EvaluatedBatches(DataLoaderStateMixin):
                 rounds = self._loader.rounds()
                 current = next(rounds, None)
                 while current is not None:
-                    self._accelerator.require_whole_batch()
                     following = next(rounds, None)
                     self.end_of_dataloader = following is None
                     data = _place(current.data, self._device)
                     self.size = 0 if current.is_repeated else count_first_dimension(data)
                     with self._loader.computing(current.number, buffers):
                         yield data
+                    self._accelerator.require_whole_batch()
                     current = following
         finally:
             self.end()

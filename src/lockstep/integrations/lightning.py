@@ -356,11 +356,11 @@ class ExactStrategy(DDPStrategy):
                 concluded: torch.Tensor = conclude(closure_loss, module)
                 return concluded
 
-        setattr(plugin, "post_backward", finish)  # noqa: B010
+        plugin.__dict__["post_backward"] = finish  # hides the method until it is deleted
         try:
             done: torch.Tensor = super().backward(loss, *args, **kwargs)
         finally:
-            delattr(plugin, "post_backward")
+            del plugin.__dict__["post_backward"]
         return done
 
     def optimizer_step(

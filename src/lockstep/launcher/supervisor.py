@@ -200,9 +200,8 @@ class RankSupervisor:
         for rank in self.processes.running:
             self.processes.outcomes[rank].was_terminated = True
             self.processes.send_signal(rank, signal.SIGTERM, group=False)
-            self.processes.send_signal(
-                rank, signal.SIGCONT
-            )  # a stopped rank and its workers continue
+            # A stopped rank and its workers continue.
+            self.processes.send_signal(rank, signal.SIGCONT)
 
     def _end_late_ranks(self, grace: float) -> None:
         late = self.processes.running

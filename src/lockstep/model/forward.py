@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,16 +191,22 @@ def compute_metrics(
 
 def call_model(model: nn.Module, data: Any, where: str) -> Any:
     """Call a module with a mapping of arguments, a sequence of arguments, or one argument."""
+    positional: Sequence[Any] = ()
+    named: Mapping[str, Any] = {}
+    if isinstance(data, (tuple, list)):
+        positional = data
+    elif isinstance(data, torch.Tensor) or not isinstance(data, Mapping):
+        positional = (data,)
+    else:
+        named = data
     try:
-        if isinstance(data, (tuple, list)):
-            return model(*data)
-        if isinstance(data, torch.Tensor) or not isinstance(data, Mapping):
-            return model(data)
-        return model(**data)
+        return model(*positional, **named)
     except Exception as error:
         if is_limit_error(error):
             raise UsageError(f"{where}: {TOO_MANY_SHAPES}") from error
-        if isinstance(error, TypeError) and (refused := _explain_arguments(model, data)):
+        if isinstance(error, TypeError) and (
+            refused := _explain_arguments(model, data, positional, named)
+        ):
             raise UsageError(f"{where}: {refused}") from error
         given = [value for value in tree_leaves(data) if isinstance(value, torch.Tensor)]
         if any(value.shape[:1] != (1,) for value in given):
@@ -210,17 +216,17 @@ def call_model(model: nn.Module, data: Any, where: str) -> Any:
         raise explained from error
 
 
-def _explain_arguments(model: nn.Module, data: Any) -> str:
+def _explain_arguments(
+    model: nn.Module, data: Any, positional: Sequence[Any], named: Mapping[str, Any]
+) -> str:
     """Return why a module cannot be called with the data of a micro-batch; "" if it can."""
     module = unwrap(model)
-    is_sequence = isinstance(data, (tuple, list))
-    named = data if isinstance(data, Mapping) else {}
     given = type(data).__name__
     advice = "let the dataset return what the model takes"
     if named:
         given += f" of {', '.join(map(str, named))}"
         advice = "name its entries as the model names its arguments"
-    elif is_sequence:
+    elif positional is data:
         given += f" of {len(data)}"
         advice += ", or pass a loss function, which gets the last entry"
     try:
@@ -228,7 +234,7 @@ def _explain_arguments(model: nn.Module, data: Any) -> str:
     except (TypeError, ValueError):  # of a function of C++
         return ""
     try:
-        signature.bind(*(data if is_sequence else () if named else (data,)), **named)
+        signature.bind(*positional, **named)
     except TypeError as error:
         return (
             f"{type(module).__name__}.forward({', '.join(signature.parameters)}) cannot take the "

@@ -17,7 +17,9 @@ from lockstep.model.compilation import is_plain_call
 __all__ = [
     "Arguments",
     "BeginCall",
+    "ComputeAgain",
     "EndCall",
+    "Hashing",
     "ShardedModel",
     "WatchedCalls",
     "intercept_calls",
@@ -36,6 +38,13 @@ If it returns None, the call is not watched.
 
 EndCall = Callable[[Any], None]
 """A function that is called with the outputs of a call."""
+
+
+Hashing = Callable[[torch.Tensor], AbstractContextManager[Mapping[str, int]]]
+"""Returns, for the root of a backward pass, its context, with the hashes of gradients it frees."""
+
+ComputeAgain = Callable[[Hashing], tuple[Mapping[str, int], torch.Tensor]]
+"""Computes a micro-batch; returns the hashes of what was freed, and the loss."""
 
 
 class ShardedModel(Protocol):

@@ -33,6 +33,7 @@ from lockstep.model.forward import Metric, explain_batch_norm, forward
 from lockstep.model.loss_root import LossRoot, read_gradients, record_loss, run_backward
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.watched_calls import ComputeAgain
 from lockstep.training.grouped_passes import GroupedPasses, PassResults
 from lockstep.training.kept_work import KeptWork, LeavesShare, RestOfStep, agree_on_rest
 
@@ -55,13 +56,6 @@ class MicrobatchSums(Protocol):
 
     def skip(self, microbatch: int) -> None:
         """Leave out a micro-batch that is not computed."""
-
-
-Hashing = Callable[[torch.Tensor], AbstractContextManager[Mapping[str, int]]]
-"""Returns, for the root of a backward pass, its context, with the hashes of gradients it frees."""
-
-ComputeAgain = Callable[[Hashing], tuple[Mapping[str, int], torch.Tensor]]
-"""Computes a micro-batch; returns the hashes of what was freed, and the loss."""
 
 
 class CollectedGradients(GradientSums, Protocol):

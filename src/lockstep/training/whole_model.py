@@ -24,10 +24,10 @@ from lockstep.model.forward import Metric, forward
 from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.watched_calls import ShardedModel, WatchedCalls, watch_calls
+from lockstep.model.watched_calls import Hashing, ShardedModel, WatchedCalls, watch_calls
 from lockstep.training.grouped_passes import GroupedPasses
 from lockstep.training.kept_work import KeptWork
-from lockstep.training.microbatch_loop import CollectedGradients, Hashing, MicrobatchLoop
+from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
 
 __all__ = ["WholeModelExecutor"]
 
@@ -171,9 +171,8 @@ class WholeModelExecutor:
         for parameter in parameters:
             parameter.grad = None
         self._gradients.is_observed = True
-        where = loop.step.place(microbatch.index)
         try:
-            compute = partial(self._compute_again, microbatch, share, where)
+            compute = partial(self._compute_again, microbatch, share)
             hashes, loss = self._gradients.hash_again(compute)
             return hash_results([loss], hashes, loop.buffers.current())
         finally:
@@ -184,7 +183,7 @@ class WholeModelExecutor:
                 slot.copy = None
 
     def _compute_again(
-        self, microbatch: Microbatch, share: float, where: str, hashing: Hashing
+        self, microbatch: Microbatch, share: float, hashing: Hashing
     ) -> tuple[Mapping[str, int], torch.Tensor]:
         """Return the hashes of the gradients of a micro-batch that are freed, and its loss."""
         assert self._loop is not None
@@ -193,6 +192,7 @@ class WholeModelExecutor:
         loop.buffers.install_copies()
         self._scopes.begin_microbatch(loop.step.number, microbatch.index)
         data = parallel.move_to_device(microbatch.data)
+        where = loop.step.place(microbatch.index)
         with parallel.autocast():
             loss, _ = forward(self._called, parallel.loss, {}, data, where)
         root, gradient = self._roots.find(loss, share)
