@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -390,6 +391,12 @@ CONVOLUTIONS = [
     ((40, 3, 2, 2), (2, 3, 3, 3), 1, 1, 1),  # images that share a product
     ((2, 2, 5, 5), (2, 2, 3, 3), 1, 4, 1),  # results of padding only
     ((1, 40, 30, 30), (2, 40, 3, 3), 1, 1, 1),  # channels and positions in parts
+    # Small images whose padding is left out: outputs, channels and products in several parts.
+    ((9, 30, 4, 4), (170, 30, 3, 3), 1, 1, 1),
+    ((8, 30, 8, 8), (2, 30, 3, 3), 1, 1, 1),
+    ((9, 5, 4, 5), (3, 5, 3, 3), 2, 1, 1),
+    ((21, 3, 7, 6), (4, 3, 3, 5), (1, 2), (1, 2), (2, 1)),
+    ((17, 4, 12, 9), (5, 4, 3, 3), 1, 1, 1),  # images whose lines share products
 ]
 
 
@@ -438,6 +445,26 @@ def test_convolutions_add_in_order(kernel_names, dtype):
                 assert_same(value.detach(), other)
             biased = torch.nn.functional.conv2d(given, weight, bias, *options)
             assert_same(biased.detach(), expected[0] + bias[:, None, None])
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -1e-30], ids=str)
+def test_a_convolution_of_images_has_the_bits_of_each_alone(kernel_names, value):
+    """Zeros of the padding times such a weight are no zeros, or have another sign."""
+    use(kernel_names[-1])
+    generator = torch.Generator().manual_seed(7)
+    x = draw(generator, (16, 3, 4, 4), torch.float32) * (1e-30 if value == -1e-30 else 1)
+    weight = draw(generator, (2, 3, 3, 3), torch.float32)
+    weight[1, 1, 0, 2] = value
+    if value == -1e-30:
+        weight = torch.full_like(weight, value)
+    together = torch.nn.functional.conv2d(x, weight, padding=1)
+    alone = torch.cat(
+        [torch.nn.functional.conv2d(image, weight, padding=1) for image in x.split(1)]
+    )
+    assert_same(together, alone)
+    # The image of each corner reaches other elements of the weight.
+    assert math.isfinite(value) or together[:, 1].isnan().all(0).sum() >= 7
+    assert not (together == 0).logical_and(together.signbit()).any()
 
 
 def test_other_convolutions_are_those_of_torch():

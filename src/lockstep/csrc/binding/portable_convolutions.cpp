@@ -12,7 +12,11 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
+#include <memory>
 #include <optional>
+#include <type_traits>
+#include <vector>
 
 #include "gemm.h"
 #include "portable_kernels.h"
@@ -23,7 +27,10 @@ namespace lockstep {
 
 constexpr int64_t kColumns = 512;     // of a matrix of patches
 constexpr int64_t kMatrix = 1 << 17;  // elements of a matrix, which then stays in the L2 cache
-constexpr int64_t kMatrixScratch = 3, kGatheredScratch = 4;
+constexpr int64_t kLine = 128;        // elements of a line of pixels, of all interleaved images
+constexpr int64_t kTransposed = 16;   // numbers of each image at once
+constexpr int64_t kFewPositions = 64, kFewImages = 8;
+constexpr int64_t kMatrixScratch = 3, kGatheredScratch = 4, kPlanesScratch = 5;
 
 using at::IntArrayRef;
 using at::Tensor;
@@ -130,8 +137,101 @@ static Operand unfold_part(const ConvolutionShape& shape, const Part& part, cons
   return {matrix, columns, 1};
 }
 
+// Transposes `count` numbers of each image, which lie `pitch` apart, to and from [number][image].
+template <typename T>
+static void interleave(int64_t images, int64_t count, const T* from, int64_t pitch, T* to) {
+  for (int64_t first = 0; first < count; first += kTransposed)
+    for (int64_t image = 0; image < images; ++image)
+      for (int64_t i = first; i < std::min(first + kTransposed, count); ++i)
+        to[i * images + image] = from[image * pitch + i];
+}
+
+template <typename T>
+static void separate(int64_t images, int64_t count, const T* from, T* to, int64_t pitch) {
+  for (int64_t first = 0; first < count; first += kTransposed)
+    for (int64_t image = 0; image < images; ++image)
+      for (int64_t i = first; i < std::min(first + kTransposed, count); ++i)
+        to[image * pitch + i] = from[i * images + image];
+}
+
+// The bits of the elements of the kernel that lie on the image, for each result position.
+static std::vector<uint64_t> find_reach(const ConvolutionShape& shape) {
+  std::vector<uint64_t> reach(static_cast<size_t>(shape.positions()));
+  for (int64_t tap = 0; tap < shape.taps(); ++tap) {
+    const Tap positions(shape, tap / shape.kernel[1], tap % shape.kernel[1], 0, shape.rows);
+    for (int64_t row = positions.first_row; row < positions.end_row; ++row)
+      for (int64_t column = positions.first; column < positions.end; ++column)
+        reach[static_cast<size_t>(row * shape.columns + column)] |= uint64_t{1} << tap;
+  }
+  return reach;
+}
+
+template <typename T>
+static bool is_finite(const T* values, int64_t count) {
+  using Bits = std::conditional_t<std::is_same_v<T, float>, uint32_t, uint64_t>;
+  constexpr Bits exponent = std::is_same_v<T, float> ? Bits(0x7f800000) : Bits(0x7ff) << 52;
+  Bits largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    Bits bits;
+    std::memcpy(&bits, values + i, sizeof bits);
+    largest = std::max(largest, bits & exponent);
+  }
+  return largest != exponent;
+}
+
+// Returns how many images share the products if the padding is left out, or 0 if that saves little.
+static int64_t count_without_padding(const ConvolutionShape& shape) {
+  if (shape.taps() > 64 || shape.positions() > kFewPositions || shape.images < kFewImages) return 0;
+  int64_t filled = 0;
+  for (const uint64_t taps : find_reach(shape)) filled += __builtin_popcountll(taps);
+  if (10 * filled > 9 * shape.positions() * shape.taps()) return 0;
+  const int64_t even = (shape.images + at::get_num_threads() - 1) / at::get_num_threads();
+  return std::clamp(kColumns / shape.positions(), kFewImages, std::max(even, kFewImages));
+}
+
+// The same products without those of the padding, which add zeros. The images are the innermost
+// dimension, so that the columns of a vector belong to few positions.
+template <typename T>
+static void convolve_without_padding(const ConvolutionShape& shape, int64_t together,
+                                     const T* input, const T* weight, T* result) {
+  const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
+  const int64_t pixels = shape.pixels();
+  const std::vector<uint64_t> reach = find_reach(shape);
+  run_parallel((shape.images + together - 1) / together, 1, [&](int64_t number) {
+    const int64_t first = number * together, images = std::min(together, shape.images - first);
+    const int64_t columns = positions * images;
+    const int64_t block = std::max<int64_t>(1, kMatrix / (columns * shape.taps()));
+    T* sums = get_scratch<T>(kGatheredScratch, shape.outputs * columns);
+    for (int64_t channel = 0; channel < shape.channels; channel += block) {
+      const int64_t channels = std::min(block, shape.channels - channel);
+      T* planes = get_scratch<T>(kPlanesScratch, channels * pixels * images);
+      interleave(images, channels * pixels, input + (first * shape.channels + channel) * pixels,
+                 shape.channels * pixels, planes);
+      T* matrix = get_scratch<T>(kMatrixScratch, channels * shape.taps() * columns);
+      unfold_interleaved(shape, planes, channels, images, matrix);
+      portable_gemm().multiply({kType<T>,
+                                shape.outputs,
+                                columns,
+                                channels * shape.taps(),
+                                {weight + channel * shape.taps(), patch, 1},
+                                {matrix, columns, 1},
+                                {},
+                                {sums, columns, 1},
+                                1,
+                                0,
+                                channel > 0,
+                                {reach.data(), images, shape.taps()}});
+    }
+    separate(images, shape.outputs * positions, sums, result + first * shape.outputs * positions,
+             shape.outputs * positions);
+  });
+}
+
 template <typename T>
 static void convolve(const ConvolutionShape& shape, const T* input, const T* weight, T* result) {
+  const int64_t together = count_without_padding(shape);
+  if (together && is_finite(weight, shape.outputs * shape.channels * shape.taps()))
+    return convolve_without_padding(shape, together, input, weight, result);
   const std::vector<Part> parts = divide(shape);
   const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
   run_parallel(static_cast<int64_t>(parts.size()), 1, [&](int64_t number) {
@@ -201,9 +301,77 @@ static void compute_weight_gradient(const ConvolutionShape& shape, const T* grad
   });
 }
 
+// Returns how many images share the products of a line, or 0 if a matrix of patches is faster:
+// for short lines, and for images of which few channels fit into the L2 cache.
+static int64_t count_interleaved(const ConvolutionShape& shape) {
+  if (shape.taps() == 1 || shape.stride[0] != 1 || shape.stride[1] != 1) return 0;
+  const int64_t wanted = std::max(kColumns / shape.positions(), kLine / shape.columns);
+  const int64_t images = std::clamp<int64_t>(wanted, 1, shape.images);
+  if (images * shape.columns < kLine / 2 || images * shape.pixels() > kMatrix / 16) return 0;
+  return images;
+}
+
+// The same sums without a matrix of patches: each element of the kernel adds a product to pixels.
+//
+//     pixels (channels x line, images)  +=  weight' of (i, j) times gradient of an output row
+//
+// Positions whose pixel is beyond an edge are left out. The images are the innermost dimension,
+// so that the shortest line is long enough for vectors.
+template <typename T>
+static void add_to_pixels(const ConvolutionShape& shape, int64_t together, const T* gradient,
+                          const T* weight, T* result) {
+  const int64_t positions = shape.positions(), pixels = shape.pixels(), taps = shape.taps();
+  const int64_t groups = (shape.images + together - 1) / together;
+  const int64_t block = divide_channels(shape, groups, kMatrix / (together * pixels));
+  const int64_t blocks = (shape.channels + block - 1) / block;
+  // [tap][output][channel]
+  const std::unique_ptr<T[]> by_tap(new T[taps * shape.outputs * shape.channels]);
+  run_parallel(shape.outputs, 1, [&](int64_t output) {
+    for (int64_t channel = 0; channel < shape.channels; ++channel)
+      for (int64_t tap = 0; tap < taps; ++tap)
+        by_tap[(tap * shape.outputs + output) * shape.channels + channel] =
+            weight[(output * shape.channels + channel) * taps + tap];
+  });
+  run_parallel(groups * blocks, 1, [&](int64_t number) {
+    const int64_t first = number / blocks * together, channel = number % blocks * block;
+    const int64_t channels = std::min(block, shape.channels - channel);
+    const int64_t images = std::min(together, shape.images - first);
+    T* outputs = get_scratch<T>(kGatheredScratch, shape.outputs * positions * images);
+    interleave(images, shape.outputs * positions, gradient + first * shape.outputs * positions,
+               shape.outputs * positions, outputs);
+    T* sums = get_scratch<T>(kMatrixScratch, channels * pixels * images);
+    std::fill(sums, sums + channels * pixels * images, T(0));
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const Tap reach(shape, tap / shape.kernel[1], tap % shape.kernel[1], 0, shape.rows);
+      const int64_t length = (reach.end - reach.first) * images;
+      if (length == 0) continue;
+      for (int64_t row = reach.first_row; row < reach.end_row; ++row) {
+        const int64_t line = reach.line + row - reach.first_row;
+        T* place = sums + (line * shape.width + reach.first + reach.offset) * images;
+        const Operand sum{place, pixels * images, 1};
+        portable_gemm().multiply(
+            {kType<T>,
+             channels,
+             length,
+             shape.outputs,
+             {by_tap.get() + tap * shape.outputs * shape.channels + channel, 1, shape.channels},
+             {outputs + (row * shape.columns + reach.first) * images, positions * images, 1},
+             sum,
+             sum,
+             1,
+             1});
+      }
+    }
+    separate(images, channels * pixels, sums, result + (first * shape.channels + channel) * pixels,
+             shape.channels * pixels);
+  });
+}
+
 template <typename T>
 static void compute_input_gradient(const ConvolutionShape& shape, const T* gradient,
                                    const T* weight, T* result) {
+  if (const int64_t together = count_interleaved(shape))
+    return add_to_pixels(shape, together, gradient, weight, result);
   const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
   // Images with few positions share a product.
   const int64_t together = std::clamp<int64_t>(kColumns / positions, 1, shape.images);
@@ -277,6 +445,8 @@ static Tensor convolution(const Tensor& input, const Tensor& weight,
     convolve(*shape, plain_input.const_data_ptr<scalar_t>(),
              plain_weight.const_data_ptr<scalar_t>(), result.mutable_data_ptr<scalar_t>());
   });
+  // Zeros have no sign, so that those of the padding may be added or not.
+  if (shape->padding[0] || shape->padding[1]) result.add_(0);
   if (has_bias) result.add_(bias->view({1, -1, 1, 1}));
   return has_channels_last(input, weight) ? with_channels_last(result) : result;
 }

@@ -57,7 +57,7 @@ void* get_scratch(int use, int64_t bytes) {
   static thread_local struct {
     std::unique_ptr<void, Free> data;
     size_t bytes = 0;
-  } memory[5];
+  } memory[6];
   auto& scratch = memory[use];
   const size_t needed = (static_cast<size_t>(bytes) + 63) / 64 * 64;
   if (needed > scratch.bytes) {

@@ -28,6 +28,13 @@ struct Operand {
   int64_t row_stride, column_stride;
 };
 
+// Rows of b that hold only zeros in some columns: row p has something else in column j only if
+// bit p % period of filled[j / span] is set. The other products are left out.
+struct Gaps {
+  const uint64_t* filled = nullptr;
+  int64_t span = 1, period = 64;
+};
+
 struct Product {
   DataType type;    // f32, f64 or bf16, of all operands
   int64_t m, n, k;  // a is m x k, b is k x n
@@ -36,6 +43,8 @@ struct Product {
   double alpha, beta;
   // The sums begin with the values of `result` instead of 0; alpha is 1, and beta is 0.
   bool continues = false;
+  // For finite elements of a, which changes only signs of zeros.
+  Gaps gaps;
 };
 
 struct Gemm {
@@ -49,7 +58,7 @@ constexpr int64_t kBlockRows = 768, kBlockColumns = 1536;
 Product take_block(const Product& product, int64_t row, int64_t rows, int64_t column,
                    int64_t columns);
 
-// Memory of the calling thread that is kept for its next product; `use` is 0 to 4, and 0 to 2 in
+// Memory of the calling thread that is kept for its next product; `use` is 0 to 5, and 0 to 2 in
 // products.
 void* get_scratch(int use, int64_t bytes);
 

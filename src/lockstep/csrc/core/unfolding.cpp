@@ -8,29 +8,20 @@ bool ConvolutionShape::is_pointwise() const {
   return taps() == 1 && stride[0] == 1 && stride[1] == 1 && padding[0] == 0 && padding[1] == 0;
 }
 
+Tap::Tap(const ConvolutionShape& shape, int64_t i, int64_t j, int64_t from, int64_t to)
+    : stride(shape.stride[1]), offset(j * shape.dilation[1] - shape.padding[1]) {
+  const auto limit = [](int64_t& low, int64_t& high, int64_t step, int64_t shift, int64_t length) {
+    low = std::clamp(shift >= 0 ? 0 : (-shift + step - 1) / step, low, high);
+    high = shift >= length ? low : std::clamp((length - 1 - shift) / step + 1, low, high);
+  };
+  first = 0, end = shape.columns, first_row = from, end_row = to;
+  limit(first, end, stride, offset, shape.width);
+  const int64_t shift = i * shape.dilation[0] - shape.padding[0];
+  limit(first_row, end_row, shape.stride[0], shift, shape.height);
+  line = first_row * shape.stride[0] + shift;
+}
+
 namespace {
-
-// The elements of a row (c, i, j) of the matrix, and the pixels that they are.
-struct Tap {
-  int64_t stride, offset;      // of pixels in a line
-  int64_t first, end;          // columns with a pixel
-  int64_t first_row, end_row;  // rows with a line
-  int64_t line;                // of the first of these rows
-
-  Tap(const ConvolutionShape& shape, int64_t i, int64_t j, int64_t from, int64_t to)
-      : stride(shape.stride[1]), offset(j * shape.dilation[1] - shape.padding[1]) {
-    const auto limit = [](int64_t& low, int64_t& high, int64_t step, int64_t shift,
-                          int64_t length) {
-      low = std::clamp(shift >= 0 ? 0 : (-shift + step - 1) / step, low, high);
-      high = shift >= length ? low : std::clamp((length - 1 - shift) / step + 1, low, high);
-    };
-    first = 0, end = shape.columns, first_row = from, end_row = to;
-    limit(first, end, stride, offset, shape.width);
-    const int64_t shift = i * shape.dilation[0] - shape.padding[0];
-    limit(first_row, end_row, shape.stride[0], shift, shape.height);
-    line = first_row * shape.stride[0] + shift;
-  }
-};
 
 // Whether the rows of the matrix are planes of the image, shifted: they are moved at once then,
 // except for the columns that are beyond an edge.
@@ -79,6 +70,25 @@ void unfold(const ConvolutionShape& shape, const T* image, int64_t channels, int
 }
 
 template <typename T>
+void unfold_interleaved(const ConvolutionShape& shape, const T* planes, int64_t channels,
+                        int64_t images, T* matrix) {
+  const int64_t columns = shape.columns * images;
+  for (int64_t c = 0; c < channels; ++c, planes += shape.pixels() * images)
+    for (int64_t i = 0; i < shape.kernel[0]; ++i)
+      for (int64_t j = 0; j < shape.kernel[1]; ++j, matrix += shape.rows * columns) {
+        const Tap tap(shape, i, j, 0, shape.rows);
+        std::fill(matrix, matrix + shape.rows * columns, T(0));
+        const T* line = planes + (tap.line * shape.width + tap.offset) * images;
+        for (int64_t row = tap.first_row; row < tap.end_row; ++row) {
+          for (int64_t x = tap.first; x < tap.end; ++x)
+            std::copy(line + x * tap.stride * images, line + (x * tap.stride + 1) * images,
+                      matrix + row * columns + x * images);
+          line += shape.stride[0] * shape.width * images;
+        }
+      }
+}
+
+template <typename T>
 void fold(const ConvolutionShape& shape, T* matrix, int64_t pitch, int64_t channels, T* image) {
   const int64_t columns = shape.columns;
   std::fill(image, image + channels * shape.pixels(), T(0));
@@ -107,6 +117,8 @@ template void unfold(const ConvolutionShape&, const float*, int64_t, int64_t, in
                      int64_t);
 template void unfold(const ConvolutionShape&, const double*, int64_t, int64_t, int64_t, double*,
                      int64_t);
+template void unfold_interleaved(const ConvolutionShape&, const float*, int64_t, int64_t, float*);
+template void unfold_interleaved(const ConvolutionShape&, const double*, int64_t, int64_t, double*);
 template void fold(const ConvolutionShape&, float*, int64_t, int64_t, float*);
 template void fold(const ConvolutionShape&, double*, int64_t, int64_t, double*);
 

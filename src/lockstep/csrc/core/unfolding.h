@@ -22,11 +22,29 @@ struct ConvolutionShape {
   bool is_pointwise() const;
 };
 
+// The result positions for which element (i, j) of the kernel lies on the image, among the output
+// rows from `from` to `to`. Position (row, column) reads the pixel at
+//
+//     (line + (row - first_row) * stride, column * stride + offset)
+struct Tap {
+  int64_t stride, offset;      // of pixels in a line
+  int64_t first, end;          // columns
+  int64_t first_row, end_row;  // rows
+  int64_t line;                // of the first of these rows
+
+  Tap(const ConvolutionShape& shape, int64_t i, int64_t j, int64_t from, int64_t to);
+};
+
 // Writes the rows of `channels` channels, which begin at `image`, for the output rows from `first`
 // to `end`. `pitch` is the number of elements between two rows of the matrix.
 template <typename T>
 void unfold(const ConvolutionShape& shape, const T* image, int64_t channels, int64_t first,
             int64_t end, T* matrix, int64_t pitch);
+
+// The same for pixels of several images, [channel][pixel][image]: the columns are (y, x, image).
+template <typename T>
+void unfold_interleaved(const ConvolutionShape& shape, const T* planes, int64_t channels,
+                        int64_t images, T* matrix);
 
 // Writes for each pixel the sum of its elements in such a matrix of all output rows, in the order
 // of (i, j). Elements beyond the edges are set to 0.
