@@ -176,3 +176,26 @@ def test_lockstep_run_imports_elastic_runs_only_for_one():
     found = imported_by("-c", "import lockstep.tools.commands.run")
     assert "lockstep.launcher.launch_script" in found
     assert not [name for name in found if name.startswith("lockstep.elastic")]
+
+
+DRAWN = """\
+import random
+import numpy, torch
+
+def states():
+    return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+
+before = states()
+import lockstep as ls
+for name in ls.__all__:
+    getattr(ls, name)
+    assert states() == before, name
+"""
+
+
+def test_no_public_name_draws_random_numbers():
+    """rich draws when it is imported: a script's own draws were others than without Lockstep."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRAWN], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr

@@ -76,8 +76,13 @@ def __getattr__(name: str) -> Any:
         )
     if name not in PUBLIC:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    import random  # here, so that a command does not wait for it
+
+    # Importing rich draws from Python's generator, which the script may have seeded.
+    state = random.getstate()
     importlib.import_module("lockstep.launcher.tracebacks").install()
     module = importlib.import_module(f"lockstep.{PUBLIC[name]}")
+    random.setstate(state)
     value = module if name == "loggers" else getattr(module, name)
     globals()[name] = value
     return value
