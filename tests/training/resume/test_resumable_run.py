@@ -353,6 +353,89 @@ def test_a_finished_run_can_be_trained_longer_whatever_follows_its_loop(ranks, t
     assert printed.count(note) == 1
 
 
+class Epochs:
+    """Counts the calls that follow each epoch."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def change_after_epochs(folder, epochs, kind):
+    """Change the weights, a registered object and the generators after each epoch."""
+    model = network()
+    epoch_count = Epochs()
+    optimizer = SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    if kind == "exact":
+        checkpoint = ls.CheckpointConfig(folder=folder)
+        objects = {"epochs": epoch_count}
+        trainer = ls.exact(model, optimizer, 4, scheduler=scheduler, stateful=objects,
+                           checkpoint=checkpoint)  # fmt: skip
+        trainer.resume()
+    else:
+        trainer = build(folder, model=model, stateful={"epochs": epoch_count})
+    torch.manual_seed(3)
+    for epoch in range(epochs):
+        if kind == "exact":
+            for batch in trainer.batches(data(), 16, epoch=epoch):
+                for inputs, targets in batch:
+                    batch.backward(nn.functional.cross_entropy(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+        elif kind == "steps":
+            for inputs in torch.ones(2, 16, 6):
+                trainer.step((inputs, torch.zeros(16, dtype=torch.long)))
+        else:
+            for batch in trainer.batches(data(), 16, epoch=epoch):
+                trainer.step(batch)
+        with torch.no_grad():
+            model[0].weight.add_(torch.randn(8, 6), alpha=0.1)
+        epoch_count.count += 1
+    trainer.finish()
+    rate = optimizer.param_groups[0]["lr"]
+    return trainer.digest(), trainer.optimizer_digest(), epoch_count.count, rate, torch.rand(())
+
+
+@pytest.mark.parametrize("kind", ["exact", "batches", "steps"])
+def test_what_follows_the_last_epoch_of_a_finished_run_counts_once(ranks, tmp_path, kind):
+    def run(name, epochs):
+        return change_after_epochs(tmp_path / name, epochs, kind)
+
+    whole = ranks(run, 2, "whole", 2)
+    assert ranks(run, 2, "run", 1) != whole
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    assert ranks(run, 2, "run", 2) == whole
+    once = ranks(run, 2, "once", 1)
+    assert [ranks(run, 2, "again", 1) for _ in range(2)] == [once, once]
+    assert ranks(run, 1, "again", 2) == whole[:1]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_script_may_change_the_state_before_it_trains_longer(tmp_path, capsys):
+    """The first run has changed nothing after its last epoch, so nothing counts twice."""
+
+    def run(epochs):
+        epoch_count = Epochs()
+        trainer = build(tmp_path / "run", stateful={"epochs": epoch_count})
+        for epoch in range(epochs):
+            if epoch == 1:
+                epoch_count.count = 7
+            for batch in trainer.batches(data(), 16, epoch=epoch):
+                trainer.step(batch)
+        trainer.finish()
+        return epoch_count.count
+
+    assert (run(1), run(2)) == (0, 7)
+    assert "restored" not in capsys.readouterr().err
+
+
 def test_a_full_disk_ends_no_training(ranks, tmp_path):
     def run():
         trainer = build(tmp_path / "run", model=network(4000), loggers=tmp_path / "run")

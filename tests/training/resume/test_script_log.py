@@ -247,6 +247,19 @@ def test_only_calls_that_train_have_to_be_repeated_before_the_script_trains_on()
     assert second.log.skip_end() == ""
 
 
+def test_the_end_of_a_run_is_no_call_to_be_repeated():
+    script = Script()
+    script.train(0)
+    script.log.record_end(script.steps)
+    second = script.resume()
+    assert second.log.has_end
+    assert second.begin(0) is None
+    assert not second.log.is_replaying
+    assert second.log.size == 1
+    second.log.require_finished()
+    assert not second.resume().log.has_end  # also a log of an older version
+
+
 def test_a_log_of_an_older_version_has_no_drop_last():
     script = trained()
     del script.log._answers[0]["state"]["drop_last"]

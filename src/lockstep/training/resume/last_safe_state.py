@@ -14,25 +14,22 @@ only if the objects that the script can change are as they were at the safe poin
 
 from __future__ import annotations
 
-import json
 import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import find_checkpoints, read_checkpoint
 from lockstep.checkpoint.save_schedule import Stateful
 from lockstep.checkpoint.shards import Rows
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.elastic.membership import Membership
 from lockstep.elastic.restart_source import RestartSource
-from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError
 from lockstep.model.generator_states import global_states
 from lockstep.training.resume.run_checkpoints import RunCheckpoints, collect_objects
+from lockstep.training.resume.state_description import describe_objects
 from lockstep.training.services import Services
 from lockstep.training.state import TrainingState
 
@@ -142,13 +139,7 @@ class LastSafeState:
 
     def _describe_objects(self) -> str:
         """Return a text that changes if the script changes a registered object or the model."""
-        tensors: dict[str, torch.Tensor] = {}
-        try:
-            plain = [encode(watched.state_dict(), tensors, "") for watched in self._watched]
-        except UsageError:
-            return ""
-        versions = [(tensor.data_ptr(), tensor._version) for tensor in tensors.values()]
-        return json.dumps([plain, versions, self._state.describe_changes()])
+        return describe_objects(self._state, self._watched)
 
 
 def read_newest_state(

@@ -271,6 +271,7 @@ class ResumableRun:
         answer = self._position.log.answer(kind, **asked)
         if answer is not None:
             self._position.note_answer(answer["steps"])
+            self.safe_points.note_call()
             return answer["result"]
         result = call()
         self._position.log.record(kind, self._position.steps, result=result, **asked)
@@ -313,7 +314,7 @@ class ResumableRun:
             return loss
         loss = step(batch)
         self._position.log.record_step(self._position.steps, loss, identity)
-        self.safe_points.reach()
+        self.safe_points.reach(is_step=True)
         return loss
 
     def call_digest(self, name: str, digest: Callable[[], str]) -> str:
@@ -358,6 +359,7 @@ class ResumableRun:
             self._history.set_last(entry.get("last"))
             explain_unset_variables(entry["epoch"])
             self._position.note_answer(entry["steps"])
+            self.safe_points.note_call()
         elif epoch.resumed is not None:
             batches.load_state_dict(epoch.resumed)
             self._position.restore()

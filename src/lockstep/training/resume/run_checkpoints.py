@@ -227,10 +227,14 @@ class RunCheckpoints:
 
     def agree_to_stop(self) -> None:
         """Exchange between the ranks, outside of steps, whether one of them was asked to stop."""
-        said = exchange(
-            lambda: self.stop.signal.encode(), "looking for a request to stop", self._parallel.group
-        )
-        self.is_stopping |= any(said)
+        self.is_stopping |= self._agree(self.stop.signal, "looking for a request to stop")
+
+    def agree_to_log_end(self, is_wanted: bool) -> bool:
+        """Return whether a rank has changed its state since the last call of the script."""
+        return self._agree("changed" if is_wanted else "", "ending the run")
+
+    def _agree(self, said: str, about: str) -> bool:
+        return any(exchange(said.encode, about, self._parallel.group))
 
     @property
     def is_wanted(self) -> bool:

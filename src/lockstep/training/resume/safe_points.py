@@ -30,6 +30,7 @@ from lockstep.training.resume.last_safe_state import LastSafeState
 from lockstep.training.resume.run_checkpoints import RunCheckpoints
 from lockstep.training.resume.script_log import OpenEpoch
 from lockstep.training.resume.script_position import ScriptPosition
+from lockstep.training.resume.state_description import describe_all
 
 __all__ = ["SafePoints"]
 
@@ -65,13 +66,17 @@ class SafePoints(StepHook):
         self._ending_round = -1  # the same, as rank 0 has told all ranks
         self._safe_state: LastSafeState | None = None
         self.is_logged = checkpoints is not None
+        self._after_call = ""  # what the script can change, after its latest call; "": not known
 
-    def reach(self, epoch: OpenEpoch | None = None, *, ask: bool = False) -> None:
+    def reach(
+        self, epoch: OpenEpoch | None = None, *, ask: bool = False, is_step: bool = False
+    ) -> None:
         """Note that the script can be continued from here, and save a checkpoint if one is due.
 
         Args:
             epoch: The iteration whose loop the script is in; None outside of loops over batches.
             ask: Whether the ranks exchange whether one of them was asked to stop.
+            is_step: Whether this is after a step outside of loops over batches.
 
         Raises:
             StoppedOnRequest: On every rank, if one of them was asked to stop.
@@ -89,6 +94,17 @@ class SafePoints(StepHook):
             self.note(epoch)  # processes that cannot stay hand over
             member.admit()
         self.note(epoch)  # last, since saving a checkpoint performs operations
+        self._after_call = ""
+        if epoch is None and not is_step:  # after each step, it would take too long
+            self.note_call()
+
+    def note_call(self) -> None:
+        """Note what the script can change, after a call outside of loops over batches."""
+        if self._checkpoints is not None and self._position.is_safe(None):
+            self._after_call = self._describe_all()
+
+    def _describe_all(self) -> str:
+        return describe_all(self._position.state, self._position.stateful)
 
     def note(self, epoch: OpenEpoch | None = None) -> None:
         """Note that the script can be continued from here, unless it is inside of a loop."""
@@ -185,6 +201,8 @@ class SafePoints(StepHook):
         try:
             if state == "done" and checkpoints.is_open:
                 self._position.log.require_finished()
+                if not self._position.end():
+                    self._record_end(checkpoints)
                 is_saved = self._position.saved == self._position.current
                 if not (is_saved and checkpoints.wait(self._position.steps)[0]):
                     self._save_and_wait(checkpoints)
@@ -196,6 +214,13 @@ class SafePoints(StepHook):
             checkpoints.close()
             checkpoints.report(self._history, is_last=True)
         return None
+
+    def _record_end(self, checkpoints: RunCheckpoints) -> None:
+        """Log that the script has changed the state since its last call, if it has."""
+        before = self._after_call
+        now = self._describe_all()
+        if checkpoints.agree_to_log_end(not now or now != before):
+            self._position.log.record_end(self._position.steps)
 
     def report_saved(self) -> None:
         """Write the completed checkpoints to the record."""

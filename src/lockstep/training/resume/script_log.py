@@ -6,10 +6,16 @@
             trainer.step(batch)
         trainer.evaluate(...)         evaluation 0.31           returns 0.31
                                       epoch 1, at batch 25      yields batch 25, 26, ...
+    scheduler.step()
+    trainer.finish()                  end                       see below
 
 A resumed script begins at its first line. Every call that the interrupted run had completed
 returns its logged result, so the script takes the same branches. At the call where the run was
 interrupted, the training's state is restored, and calls have their effects again.
+
+A finished run has an entry for its end if code after the last call has changed the state, such as
+`scheduler.step()`. This code runs again in a resumed script, since no call tells where it ends. The
+state of the end is therefore restored once more, where the script trains on or ends.
 
 Calls inside a loop over `trainer.batches(...)` are not logged: the loop body is not executed again
 for batches that were trained. Of several simultaneous loops (`zip`) only the first one is logged.
@@ -76,9 +82,14 @@ class OpenEpoch:
 
 
 class ScriptLog:
-    """The calls of a script; after resuming, also the results of those to be made again."""
+    """The calls of a script; after resuming, also the results of those to be made again.
+
+    Attributes:
+        has_end: Whether the interrupted run had ended, with another state than after its last call.
+    """
 
     def __init__(self) -> None:
+        self.has_end = False
         self._entries: list[Entry] = []
         self._digests: dict[str, str] = {}
         self._open: list[OpenEpoch] = []
@@ -136,6 +147,10 @@ class ScriptLog:
         if not self._open:
             self._digests[self._place(name, steps)] = value
 
+    def record_end(self, steps: int) -> None:
+        """Log the end of the script, which has changed the state since its last call."""
+        self.record("end", steps)
+
     def complete_batches(self) -> None:
         """Note that the script is done with every batch that was yielded to it."""
         for epoch in self._open:
@@ -181,6 +196,9 @@ class ScriptLog:
                 "the calls of the interrupted run are answered from the beginning"
             )
         self._answers = [dict(answer) for answer in state["entries"]]
+        self.has_end = bool(self._answers) and self._answers[-1]["kind"] == "end"
+        if self.has_end:
+            self._answers.pop()
         for answer in self._answers:
             if answer["kind"] == "steps":
                 answer["losses"] = bytearray(answer["losses"])  # new steps are added to it

@@ -8,6 +8,7 @@ where the interrupted script was.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping
 from functools import cached_property
@@ -27,6 +28,9 @@ from lockstep.training.resume.script_log import OpenEpoch, ScriptLog
 from lockstep.training.state import TrainingState
 
 __all__ = ["ScriptPosition"]
+
+TENSORS = ("model", "ema", "buffers")
+"""The entries of a state whose tensors are copied into those of the training."""
 
 
 class ScriptPosition:
@@ -64,6 +68,8 @@ class ScriptPosition:
         self.stateful: Mapping[str, Stateful] = {} if checkpoints is None else checkpoints.stateful
         self.round_line: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None  # until the script reaches it
+        # Of a finished run, until the script trains on or ends.
+        self._ended: dict[str, Any] | None = None
 
     @cached_property
     def training(self) -> dict[str, Any]:
@@ -112,11 +118,40 @@ class ScriptPosition:
     def train_longer(self) -> None:
         """Continue here if the script trains on where the interrupted run had come to its end."""
         skipped = self.log.skip_end() if self.is_replaying else ""
-        if not skipped:
-            return
-        if self.state.parallel.rank == 0:
+        if skipped:
+            self.restore()
+            self._ended = None  # no code of the script has run since
+        elif self._restore_end():
+            skipped = "ended"
+        if skipped and self.state.parallel.rank == 0:
             log(f"the script trains longer than the interrupted run, which {skipped} here")
-        self.restore()
+
+    def end(self) -> bool:
+        """Restore the state of the end of the interrupted run if the script ends here, too.
+
+        Returns:
+            Whether it was restored.
+        """
+        is_saved = self.saved == self.current
+        if not self._restore_end():
+            return False
+        self.log.record_end(self.steps)
+        if is_saved:
+            self.saved = self.current
+        if self.state.parallel.rank == 0:
+            log(
+                "the interrupted run had ended: its last state is restored, without what the "
+                "script has changed again after its last loop"
+            )
+        return True
+
+    def _restore_end(self) -> bool:
+        """Undo what code after the last call, which the state contains, has changed again."""
+        state = self._ended
+        self._ended = None
+        if state is not None:
+            self._load(state)
+        return state is not None
 
     def note_answer(self, steps: int) -> None:
         """Note that a call was answered, after which `steps` steps were finished."""
@@ -128,11 +163,12 @@ class ScriptPosition:
         state = self._restored
         self._restored = None
         if state is not None:
-            with refusing_misfits("the state of the checkpoint"):
-                self.state.load_local(state)
-                self.state.load_settings(state)
-                self.state.load_position(state)
-            restore_objects(self.stateful, state, self.state.parallel.device)
+            if self.log.has_end:
+                # Tensors are copied when they are loaded; objects may use their state itself.
+                tensors = {name: state[name] for name in state if name in TENSORS}
+                self._ended = copy.deepcopy({k: v for k, v in state.items() if k not in tensors})
+                self._ended |= tensors
+            self._load(state)
             if self._checkpoints is not None:
                 self._checkpoints.note_restored(state["steps"])
             if not state.get("is_in_memory"):
@@ -145,6 +181,13 @@ class ScriptPosition:
             self.state.history.write("round", **line, continued=time.time())
             if state is not None or not self.is_state_transferred:
                 report_to_launcher({"kind": "resumed"})
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        with refusing_misfits("the state of the checkpoint"):
+            self.state.load_local(state)
+            self.state.load_settings(state)
+            self.state.load_position(state)
+        restore_objects(self.stateful, state, self.state.parallel.device)
 
     def describe(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks: the positions of training and script."""
