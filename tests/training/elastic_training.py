@@ -167,9 +167,11 @@ class Counter:
 def train_in_a_loop():
     optimizer = AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    average = torch.optim.swa_utils.AveragedModel(model)
     exact = ls.exact(
         model, optimizer, microbatches=8, seed=3, scheduler=scheduler, progress=False,
-        loggers="recorded", checkpoint=ls.CheckpointConfig(every_steps=5), audit=AUDIT,
+        checkpoint=ls.CheckpointConfig(every_steps=5) if FORM == "nested" else None,
+        stateful={"average": average}, loggers="recorded", audit=AUDIT,
     )
     for epoch in range(STEPS // 4):
         for batch in exact.batches(Samples(96), 24, epoch=epoch, num_workers=WORKERS):
@@ -179,12 +181,13 @@ def train_in_a_loop():
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
+            average.update_parameters(model)
             at("callback")
             wait_for_newcomers()
         exact.evaluate(Samples(40), 20, loss=loss)
         at("epoch")
     exact.finish()
-    return exact, exact.digest(), exact.optimizer_digest(), scheduler
+    return exact, exact.digest(), exact.optimizer_digest(), ls.digest(average), scheduler
 
 
 ls.init(timeout=60)
@@ -194,7 +197,7 @@ AUDITS = {"": True, "0": False, "1": ls.AuditConfig(every_steps=1)}
 AUDIT = AUDITS[os.environ["AUDIT"]]
 model = Model()
 STEPS = int(os.environ["STEPS"])
-if FORM == "nested":
+if FORM in ("nested", "unsaved"):
     exact, *digest, scheduler = train_in_a_loop()
     print("DIGEST", *digest, exact.steps, scheduler.get_last_lr()[0].hex(), flush=True)
     sys.exit()

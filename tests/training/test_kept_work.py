@@ -88,6 +88,17 @@ def test_no_microbatch_is_computed_twice(tmp_path, form) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_a_rank_that_joins_gets_the_registered_objects_without_checkpoints(tmp_path) -> None:
+    """The moving average of the weights began again on the rank that had joined."""
+    plan: list[Any] = [["backward", [1], 2], ["callback", [0], 0]]
+    disturbed = train(tmp_path / "run", plan, steps=8, form="unsaved", audit="0")
+    undisturbed = train(tmp_path / "undisturbed", [], steps=8, form="unsaved", audit="0")
+    assert len([line for line in disturbed.rounds if line["lost"]]) == len(plan)
+    assert disturbed.digests == undisturbed.digests
+    assert disturbed.losses == undisturbed.losses
+
+
+@pytest.mark.timeout(240)
 def test_a_body_that_is_repeated_says_how_many_microbatches_it_repeats(tmp_path) -> None:
     plan: list[Any] = [["backward", [1], 1]]
     disturbed = train(tmp_path / "run", plan, steps=8, form="attempts", audit="0")

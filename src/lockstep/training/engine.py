@@ -22,7 +22,7 @@ from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_hook import Audit
 from lockstep.audit.call_audit_hook import CallAuditHook
 from lockstep.audit.replica_check import ReplicaCheck
-from lockstep.checkpoint.save_schedule import CheckpointConfig
+from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful
 from lockstep.checkpoint.stop_request import Finish
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.elastic.membership import (
@@ -90,6 +90,8 @@ class EngineOptions:
         callbacks: The callbacks of the history.
         loggers: Where rank 0 records the run.
         checkpoint: When and where checkpoints are saved; None: none are.
+        stateful: Objects by name that a process which joins an elastic run gets with the state, if
+            there are no checkpoints, whose settings have their own.
         progress: Whether rank 0 shows its progress; None: unless that of another training is shown.
         audit: When a micro-batch is computed again; None: never.
         is_exact: Whether the script computes the micro-batches of every step, and steps the
@@ -105,6 +107,7 @@ class EngineOptions:
     callbacks: Callback | Sequence[Callback] = ()
     loggers: LoggerLike | Sequence[LoggerLike] | None = None
     checkpoint: CheckpointConfig | None = None
+    stateful: Mapping[str, Stateful] = field(default_factory=dict)
     progress: bool | None = None
     audit: AuditConfig | None = None
     is_exact: bool = False
@@ -145,7 +148,7 @@ class Engine:
         member = membership()
         self._stateful = None if options.checkpoint is None else options.checkpoint.stateful
         if session is not None:  # a command that observes the steps writes nothing
-            options = replace(options, loggers=(), checkpoint=None, progress=False)
+            options = replace(options, loggers=(), checkpoint=None, stateful={}, progress=False)
         self.setup = setup
         self.parallel = parallel
         self.options = options
@@ -170,7 +173,8 @@ class Engine:
         if options.checkpoint is not None:
             checkpoints = RunCheckpoints(options.checkpoint, parallel, self.record, member)
         settings = options.settings | setup.settings
-        self.run = ResumableRun(self.state, settings, self.record, checkpoints, member)
+        stateful = options.stateful if checkpoints is None else checkpoints.stateful
+        self.run = ResumableRun(self.state, settings, self.record, checkpoints, stateful, member)
         self.end.begin(self.run, self._is_recorded())
         hooks = self._list_hooks(is_resumable=bool(checkpoints or member))
         if session is None and options.audit is not None:

@@ -137,7 +137,8 @@ def exact(
         checkpoint: When and where checkpoints are saved, from which `lockstep run --resume`
             continues; True for the defaults of `CheckpointConfig`. None: no checkpoints.
         stateful: Objects by name whose state is saved and restored, such as meters, a moving
-            average of the weights, or another handle; as in `CheckpointConfig`.
+            average of the weights, or another handle; as in `CheckpointConfig`. In elastic runs
+            without checkpoints, a process that joins gets their state.
         loggers: Where rank 0 records the run, as for `Trainer`.
         progress: Whether rank 0 shows its progress, as for `Trainer`.
         audit: When each rank repeats a call of the model, to find hidden state and faulty
@@ -174,7 +175,8 @@ def exact(
     ranks = 0 if given.mesh is None else dist.get_world_size(given.mesh.shards)
     optimization.require_split(1, False, ranks)
     setup, gradients = _set_up(given, parallel, optimization, description, seed)
-    config = _read_checkpoint(checkpoint, stateful, optimizers)
+    objects = CheckpointConfig(stateful=stateful or {}).stateful  # checked
+    config = _read_checkpoint(checkpoint, objects, optimizers)
     update = ScriptUpdate()
     weights = GivenWeights()
     options = EngineOptions(
@@ -182,6 +184,7 @@ def exact(
         settings={"microbatches": str(microbatches), "seed": str(seed)},
         loggers=loggers,
         checkpoint=config,
+        stateful=objects,
         progress=progress,
         audit=read_audit(audit),
         is_exact=True,
@@ -392,7 +395,7 @@ def _follow(
 
 def _read_checkpoint(
     checkpoint: CheckpointConfig | bool | None,
-    stateful: Mapping[str, Stateful] | None,
+    stateful: Mapping[str, Stateful],
     optimizers: Sequence[Optimizer],
 ) -> CheckpointConfig | None:
     """Return the settings of checkpoints, with the objects of `stateful`."""
@@ -402,9 +405,7 @@ def _read_checkpoint(
             "ls.exact needs the optimizers to save and to continue a training: write "
             "ls.exact(model, optimizer, microbatches=...)"
         )
-    if config is None or not stateful:
-        return config
-    return replace(config, stateful={**config.stateful, **stateful})
+    return config and replace(config, stateful={**config.stateful, **stateful})
 
 
 def _refuse_flat_loop(config: CheckpointConfig | None) -> str:

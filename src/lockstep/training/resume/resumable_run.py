@@ -52,6 +52,7 @@ class ResumableRun:
         settings: The description of model, optimizer and arguments.
         record: The record of the run.
         checkpoints: The checkpoints of the run; None for a trainer without them.
+        stateful: The objects that are registered with the trainer, by name.
         member: This process as a member of an elastic run; None outside of one.
 
     Attributes:
@@ -66,6 +67,7 @@ class ResumableRun:
         settings: Mapping[str, str],
         record: RunRecord,
         checkpoints: RunCheckpoints | None,
+        stateful: Mapping[str, Stateful],
         member: Membership | None,
     ) -> None:
         self.state = state
@@ -77,7 +79,7 @@ class ResumableRun:
         self.has_begun = False
         if checkpoints is not None:
             checkpoints.require_encodable(state.local_state())
-        self._position = ScriptPosition(state, settings, checkpoints)
+        self._position = ScriptPosition(state, settings, checkpoints, stateful)
         self.safe_points = SafePoints(self._position, checkpoints, member)
         self._origin = find_restart_source()
         is_first = member is not None and self._origin is None and not member.is_waiting

@@ -40,6 +40,7 @@ class ScriptPosition:
         state: The state of the training.
         settings: The description of model, optimizer and arguments.
         checkpoints: The checkpoints of the run; None for a trainer without them.
+        stateful: The objects that are registered with the trainer, by name.
 
     Attributes:
         log: The calls of the script.
@@ -57,6 +58,7 @@ class ScriptPosition:
         state: TrainingState,
         settings: Mapping[str, str],
         checkpoints: RunCheckpoints | None,
+        stateful: Mapping[str, Stateful],
     ) -> None:
         self.state = state
         self._settings = settings
@@ -65,7 +67,7 @@ class ScriptPosition:
         self.has_joined = self.is_state_transferred = False
         self.resumed_from: int | None = None
         self.saved = (-1, -1)
-        self.stateful: Mapping[str, Stateful] = {} if checkpoints is None else checkpoints.stateful
+        self.stateful = stateful
         self.round_line: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None  # until the script reaches it
         # Of a finished run, until the script trains on or ends.
