@@ -307,3 +307,61 @@ def test_numbers_of_the_microbatches_of_another_model_are_not_named(ranks, capfd
 def test_ranks_that_draw_other_numbers_between_steps_are_named_once(ranks, capfd):
     ranks(draw_between_steps, 2)
     assert capfd.readouterr().err.count("differ between the ranks: if the training depends") == 1
+
+
+def evaluate_on_rank_0(calls, steps):
+    """Iterate over a DataLoader on rank 0, which draws its seed, and then draw on all ranks."""
+    model = network()
+    torch.manual_seed(0)
+    exact = ls.exact(model, microbatches=MICROBATCHES, loggers=[])
+    for number, batch in enumerate(exact.batches(rows(8 * steps), 8)):
+        if number == calls:
+            if ls.rank() == 0:
+                next(iter(DataLoader(rows(), 4)))
+        elif number > calls:
+            torch.rand(())
+        for inputs, _ in batch:
+            batch.backward(model(inputs).square().mean())
+        model.zero_grad()
+
+
+def test_ranks_that_draw_other_numbers_after_the_first_steps_are_named(ranks, capfd):
+    ranks(evaluate_on_rank_0, 2, 5, 12)
+    assert "step 10: random numbers of torch were drawn before" in capfd.readouterr().err
+
+
+def draw_with_equal_seeds():
+    """Draw from Python's generator, which all ranks have seeded; nobody has seeded numpy's."""
+    model = network()
+    numpy.random.seed(ls.rank())
+    random.seed(0)
+    exact = ls.exact(model, microbatches=MICROBATCHES, loggers=[])
+    for batch in exact.batches(rows(), 16):
+        strength = random.random()
+        for inputs, _ in batch:
+            batch.backward(model(inputs).square().mean() * strength)
+        model.zero_grad()
+
+
+def test_generators_that_nothing_is_drawn_from_may_differ(ranks, capfd):
+    ranks(draw_with_equal_seeds, 2)
+    assert "differ between the ranks" not in capfd.readouterr().err
+
+
+def step_a_scheduler_in_the_loop():
+    """Step a scheduler in each micro-batch, of which a rank has one."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exact = ls.exact(model, optimizer, microbatches=ls.world_size(), loggers=[])
+    for batch in exact.batches(rows(), 16):
+        for inputs, _ in batch:
+            batch.backward(model(inputs).square().mean())
+            optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_settings_that_change_after_the_only_micro_batch_are_refused(ranks, n):
+    with pytest.raises(ls.LockstepError, match="lr is 0.05 after the last micro-batch, and was"):
+        ranks(step_a_scheduler_in_the_loop, n)

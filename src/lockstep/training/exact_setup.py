@@ -458,7 +458,9 @@ def _set_up(
     )
     combined = optimization.optimizer
     state_check = StateMutationCheck(modules, HeldParameters(modules, optimizer=combined))
-    hyperparameters = HyperparameterCheck({"model": module}, combined, parallel.group)
+    hyperparameters = HyperparameterCheck(
+        {"model": module}, combined, parallel.group, is_loop=True
+    )
     settings = dict(description)
     for number, optimizer in enumerate(optimization.optimizers):
         suffix = "" if len(optimization.optimizers) == 1 else f"[{number}]"

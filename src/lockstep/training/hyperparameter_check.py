@@ -60,6 +60,8 @@ class HyperparameterCheck(StepHook):
         modules: The modules that a step calls, by the name that messages use.
         optimizer: The optimizer of the trainer.
         group: The group of the training's ranks.
+        is_loop: Whether a step ends with a script's loop over its micro-batches, so that what the
+            loop changes in its last micro-batch is seen, too.
     """
 
     name = "hyperparameters"
@@ -69,7 +71,9 @@ class HyperparameterCheck(StepHook):
         modules: Mapping[str, nn.Module],
         optimizer: Optimizer,
         group: dist.ProcessGroup | None = None,
+        is_loop: bool = False,
     ) -> None:
+        self._is_loop = is_loop
         self._optimizer = optimizer
         self._group = group
         self._step: StepContext | None = None  # whose micro-batches the script computes
@@ -92,19 +96,24 @@ class HyperparameterCheck(StepHook):
             self._first = -1
 
     def _check_microbatch(self, microbatch: int) -> None:
-        """Refuse a step in whose micro-batches the settings differ."""
+        """Note the settings in a rank's first micro-batch, and compare those in the others."""
         step = self._step
         assert step is not None
-        settings = [*self._read(), *self._read_options()]
-        versions = self._read_versions() if step.attempt.number < FIRST else []
         if self._first < 0:
             self._first = microbatch
-            self._noted = settings
-            self._versions = versions
+            self._noted = [*self._read(), *self._read_options()]
+            self._versions = self._read_versions() if step.attempt.number < FIRST else []
+            return
+        self._compare(step, f"in micro-batch {microbatch}")
+
+    def _compare(self, step: StepContext, place: str) -> None:
+        """Refuse the step if the settings are others than in the rank's first micro-batch."""
+        settings = [*self._read(), *self._read_options()]
+        versions = self._read_versions() if step.attempt.number < FIRST else []
         if versions != self._versions:
             step.refuse(
-                f"optimizer.state was written between the micro-batches {self._first} and "
-                f"{microbatch} of a batch. {ADVICE}"
+                f"optimizer.state is another {place} than in micro-batch {self._first} of the same "
+                f"batch. {ADVICE}"
             )
         if settings == self._noted or step.refusal:
             return
@@ -112,12 +121,15 @@ class HyperparameterCheck(StepHook):
         entries = zip_longest(names, self._noted, settings)
         name, before, after = next(entry for entry in entries if entry[1] != entry[2])
         step.refuse(
-            f"{name} is {after} in micro-batch {microbatch}, and was {before} in micro-batch "
+            f"{name} is {after} {place}, and was {before} in micro-batch "
             f"{self._first} of the same batch. {ADVICE}"
         )
 
     def status(self, step: StepContext) -> str:
         """Return a hash of the settings; "" if there is only one rank."""
+        if self._is_loop and self._step is step and self._first >= 0 and step.failure is None:
+            # With one micro-batch on each rank, no backward pass follows the change.
+            self._compare(step, "after the last micro-batch")
         if dist.get_world_size(self._group) == 1:
             return ""
         settings = repr([self._read(), self._read_options()])
