@@ -27,7 +27,7 @@ namespace lockstep {
 
 constexpr int64_t kColumns = 512;     // of a matrix of patches
 constexpr int64_t kMatrix = 1 << 17;  // elements of a matrix, which then stays in the L2 cache
-constexpr int64_t kLine = 128;        // elements of a line of pixels, of all interleaved images
+constexpr int64_t kLine = 64;         // elements of a line of interleaved images, at least
 constexpr int64_t kTransposed = 16;   // numbers of each image at once
 constexpr int64_t kFewPositions = 64, kFewImages = 8;
 constexpr int64_t kMatrixScratch = 3, kGatheredScratch = 4, kPlanesScratch = 5;
@@ -302,12 +302,13 @@ static void compute_weight_gradient(const ConvolutionShape& shape, const T* grad
 }
 
 // Returns how many images share the products of a line, or 0 if a matrix of patches is faster:
-// for short lines, and for images of which few channels fit into the L2 cache.
+// where little is beyond the edges, for short lines, and for many pixels.
 static int64_t count_interleaved(const ConvolutionShape& shape) {
-  if (shape.taps() == 1 || shape.stride[0] != 1 || shape.stride[1] != 1) return 0;
-  const int64_t wanted = std::max(kColumns / shape.positions(), kLine / shape.columns);
-  const int64_t images = std::clamp<int64_t>(wanted, 1, shape.images);
-  if (images * shape.columns < kLine / 2 || images * shape.pixels() > kMatrix / 16) return 0;
+  if (shape.taps() == 1 || shape.stride[0] != 1 || shape.stride[1] != 1 ||
+      shape.positions() > kFewPositions)
+    return 0;
+  const int64_t images = std::min(kColumns / shape.positions(), shape.images);
+  if (images * shape.columns < kLine || images * shape.pixels() > kMatrix / 16) return 0;
   return images;
 }
 
