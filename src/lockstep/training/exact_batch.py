@@ -55,10 +55,22 @@ class ExactBatch:
         self._summary: StatusSummary | None = None  # after the iteration
         self._norm = 0.0
         self._final = -1  # the micro-batch whose only backward has run
+        self._is_begun = self._is_passed = False
+
+    def note_passed(self) -> None:
+        """Note that the script has requested the next batch."""
+        self._is_passed = True
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the data of this rank's micro-batches, one after another or several at once."""
         steps = self._steps
+        if self._is_passed and not self._is_begun and steps.is_logged:
+            raise UsageError(
+                f"{steps.place}: batch {self.number} of epoch {self.epoch} is trained after the "
+                "next one was requested, and a resumed run would lose it: train on each batch "
+                "before you request the next, with checkpoint= and in elastic runs"
+            )
+        self._is_begun = True
         self._summary = None
         is_finished = False
         while not is_finished:
@@ -231,11 +243,14 @@ class ExactBatches:
     def __iter__(self) -> Iterator[ExactBatch]:
         """Iterate over the remaining batches of the epoch."""
         for batch in self._batches:
+            given = ExactBatch(batch, self._steps, self._is_together)
             try:
-                yield ExactBatch(batch, self._steps, self._is_together)
+                yield given
             finally:
                 # Also after `break`: the step of the last batch has been taken.
                 self._steps.settle()
+            given.note_passed()
+            self._steps.pass_batch()
 
     @property
     def epoch(self) -> int:

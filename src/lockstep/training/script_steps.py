@@ -50,6 +50,11 @@ NOT_DIVIDED = (
     "batch_sampler=exact.sampler(dataset, batch_size)"
 )
 
+DELAYED = (
+    "optimizer.step() was called after the next batch was requested, and a run that is resumed "
+    "between the two would lose this step: call it directly after the loop over the batch"
+)
+
 
 class ScriptUpdate:
     """The update of a step whose optimizers the script calls.
@@ -110,6 +115,8 @@ class ScriptSteps:
         self._known = weakref.WeakSet[Optimizer]()
         self._left: UsageError | None = None
         self._sampled: torch.Tensor | None = None  # of the gradients of the whole batch
+        self._is_stepped = False  # an optimizer, since the gradients are complete
+        self._is_delayed = False  # the step of an optimizer, until after a safe point
         self._entered = 0.0  # when an optimizer began its step
         self.opened: OpenStep | None = None
         self.is_complete = False
@@ -154,6 +161,7 @@ class ScriptSteps:
             raise left
         self._keep_idle()
         self.is_complete = False
+        self._is_stepped = self._is_delayed = False
         self.opened = self._operation.open(is_repeatable=is_repeatable, keeps_work=is_repeatable)
         loop: MicrobatchLoop = self.opened.loop
         return loop
@@ -190,6 +198,15 @@ class ScriptSteps:
         self.opened = None
         opened.commit()
         opened.report()
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether another process may continue the script between two batches."""
+        return self._operation.is_logged
+
+    def pass_batch(self) -> None:
+        """Note that the script requests another batch, before which a checkpoint may be saved."""
+        self._is_delayed = self.is_complete and not self._is_stepped and self.is_logged
 
     def leave(self) -> None:
         """Undo a step that was left before its last micro-batch; the next `begin` says so."""
@@ -295,11 +312,12 @@ class ScriptSteps:
             )
         if self._left is not None:
             raise self._left
-        if not self.is_complete:
+        if not self.is_complete or self._is_delayed:
             # Without gradients, a step initializes the state of an optimizer.
             given = [p.grad for p in self._parameters if p.grad is not None]
             if any(_has_nonzero(local_part(gradient)) for gradient in given):
-                raise UsageError(f"{self.place}: {NOT_DIVIDED}")
+                reason = DELAYED if self._is_delayed else NOT_DIVIDED
+                raise UsageError(f"{self.place}: {reason}")
             return
         if optimizer not in self._known:
             self._require_trained(optimizer)
@@ -322,6 +340,7 @@ class ScriptSteps:
 
     def _leave_optimizer(self) -> None:
         """Count the time of an optimizer as one of the step whose gradients are complete."""
+        self._is_stepped |= self.is_complete
         if self.opened is not None and self.is_complete:
             seconds = time.perf_counter() - self._entered
             self.opened.step.times.updated += seconds

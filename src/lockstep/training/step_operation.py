@@ -87,6 +87,12 @@ class StepOperation:
         return steps
 
     @property
+    def is_logged(self) -> bool:
+        """Whether another process may continue the script between two batches."""
+        logged: bool = self._run.safe_points.is_logged
+        return logged
+
+    @property
     def where(self) -> str:
         """This rank, for messages."""
         return f"rank {self._parallel.rank}"

@@ -104,6 +104,11 @@ class ResumableRun:
         """Whether the script has not yet reached the position of the interrupted one."""
         return self._position.is_replaying
 
+    @property
+    def is_inside_epoch(self) -> bool:
+        """Whether the script is in the body of a loop over batches, or holds its iterator."""
+        return self._position.log.is_inside_epoch
+
     # --- resuming -------------------------------------------------------------------------
 
     @property

@@ -31,6 +31,7 @@ from lockstep.training.resume.run_checkpoints import RunCheckpoints
 from lockstep.training.resume.script_log import OpenEpoch
 from lockstep.training.resume.script_position import ScriptPosition
 from lockstep.training.resume.state_description import describe_all
+from lockstep.training.services import Services
 
 __all__ = ["SafePoints"]
 
@@ -87,6 +88,7 @@ class SafePoints(StepHook):
         if self._position.is_replaying:
             return
         if self._checkpoints is not None:
+            self._require_positions()
             self._save_if_wanted(self._checkpoints, ask)
         member = self._member
         if member is not None and self._ending_round == member.round:  # not outdated by a loss
@@ -147,6 +149,20 @@ class SafePoints(StepHook):
 
     # --- saving -------------------------------------------------------------------------------
 
+    def _require_positions(self) -> None:
+        """Raise UsageError if another trainer iterates over batches, whose position is not saved.
+
+        It is checked at each safe point, since the first checkpoint may be saved hours later.
+        """
+        for name, one in self._position.stateful.items():
+            if isinstance(one, Services) and one.engine.run.is_inside_epoch:
+                raise UsageError(
+                    f"stateful[{name!r}] iterates over batches of its own, whose position no "
+                    "checkpoint contains: train it on the batches of the trainer that has "
+                    "checkpoint=, by use(batch) of ls.exact or step(batch) of ls.Trainer, or end "
+                    "its loop in the body of the other one"
+                )
+
     def _save_if_wanted(self, checkpoints: RunCheckpoints, ask: bool) -> None:
         if ask:
             checkpoints.agree_to_stop()
@@ -201,6 +217,8 @@ class SafePoints(StepHook):
         try:
             if state == "done" and checkpoints.is_open:
                 self._position.log.require_finished()
+                if (opened := self._position.log.describe_open()) and checkpoints.is_writer:
+                    log(opened)
                 if not self._position.end():
                     self._record_end(checkpoints)
                 is_saved = self._position.saved == self._position.current

@@ -156,6 +156,21 @@ class ScriptLog:
         for epoch in self._open:
             epoch.begun_at = -1
 
+    def describe_open(self) -> str:
+        """Return a sentence about the outermost iteration, which has not ended; "" if all have.
+
+        The body of its loop may end the run. An iterator that the script holds after `break` looks
+        the same.
+        """
+        if not self._open:
+            return ""
+        epoch = self._open[0].batches.epoch
+        return (
+            f"the loop over batches of epoch {epoch} has not ended at finish(), so that a resumed "
+            "run trains on in the middle of this epoch: if you have left the loop by break, keep "
+            "no reference to its iterator"
+        )
+
     def end_epoch(self, epoch: OpenEpoch, steps: int, last: Entry | None = None) -> None:
         """Log the end of an iteration, complete or left by the script.
 

@@ -1,0 +1,127 @@
+"""Habits of loops with `ls.exact` that a resumed run could not continue are refused or named."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.kernel.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+DATA = TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.long))
+
+
+class Loop:
+    """A handle with its model and optimizer, saved after every step if it has a folder."""
+
+    def __init__(self, folder=None, **stateful):
+        torch.manual_seed(1)
+        self.model = nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        checkpoint = None if folder is None else ls.CheckpointConfig(every_steps=1, folder=folder)
+        self.exact = ls.exact(
+            self.model, self.optimizer, 2, checkpoint=checkpoint, stateful=stateful or None
+        )
+
+    def batches(self, epoch=0):
+        return self.exact.batches(DATA, 8, epoch=epoch)
+
+    def compute(self, batch):
+        for inputs, targets in batch:
+            batch.backward(nn.functional.cross_entropy(self.model(inputs), targets))
+
+    def update(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, batch):
+        self.compute(batch)
+        self.update()
+
+
+def step_later(loop):
+    is_computed = False
+    for batch in loop.batches():
+        if is_computed:
+            loop.update()
+        loop.compute(batch)
+        is_computed = True
+    loop.update()
+
+
+def look_ahead(loop):
+    iterator = iter(loop.batches())
+    following = next(iterator, None)
+    while following is not None:
+        batch = following
+        following = next(iterator, None)
+        loop.train(batch)
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        (step_later, r"rank 0, step 1: optimizer.step\(\) was called after the next batch was"),
+        (look_ahead, r"rank 0, step 0: batch 0 of epoch 0 is trained after the next one was"),
+    ],
+)
+def test_a_step_behind_the_next_request_is_refused_if_the_run_may_be_resumed(tmp_path, train, said):
+    loop = Loop()
+    train(loop)
+    loop.exact.finish()
+    assert loop.exact.steps == 3
+    with pytest.raises(UsageError, match=said):
+        train(logged := Loop(tmp_path / "run"))
+    logged.exact.finish("failed")
+
+
+def test_steps_that_are_left_out_and_batches_that_are_trained_again_are_allowed(tmp_path):
+    """As after an overflow, and from a replay buffer."""
+    loop = Loop(tmp_path / "run")
+    kept = None
+    for batch in loop.batches():
+        loop.optimizer.zero_grad()
+        loop.compute(batch)
+        if batch.number != 1:
+            loop.optimizer.step()
+            loop.exact.evaluate(DATA, 8, loss=nn.functional.cross_entropy)
+            loop.optimizer.zero_grad()
+        if kept is not None:
+            loop.optimizer.zero_grad()
+            loop.train(kept)
+        kept = batch
+    for batch in loop.batches(1):
+        loop.optimizer.zero_grad()
+        loop.compute(batch)
+        loop.exact.evaluate(DATA, 8, loss=nn.functional.cross_entropy)
+        loop.optimizer.step()  # after an evaluation, in the same body
+    loop.exact.finish()
+    assert loop.exact.steps == 8
+
+
+def test_a_registered_handle_has_no_open_loop_at_a_safe_point(tmp_path):
+    other = Loop()
+    loop = Loop(tmp_path / "run", other=other.exact)
+    with pytest.raises(UsageError, match=r"stateful\['other'\] iterates over batches of its own"):
+        for batch, different in zip(loop.batches(), other.batches(), strict=True):
+            loop.train(batch)
+            other.train(different)
+    loop.exact.finish("failed")
+    again = Loop(tmp_path / "again", other=other.exact)
+    for batch in again.batches():
+        again.train(batch)
+        for inner in other.batches(1 + batch.number):
+            other.train(inner)
+    again.exact.finish()
+    assert other.exact.steps == 1 + 3 * 3
+
+
+def test_an_iterator_that_is_held_at_the_end_is_named(tmp_path, capsys):
+    loop = Loop(tmp_path / "run")
+    iterator = iter(loop.batches())
+    for batch in iterator:
+        loop.train(batch)
+        break
+    loop.exact.finish()
+    assert "the loop over batches of epoch 0 has not ended at finish()" in capsys.readouterr().err
