@@ -725,7 +725,7 @@ MISTAKES = {
     leaves_batch: "the loop was left before the last micro-batch of the batch",
     leaves_nested_batch: "the loop was left before the last micro-batch of the batch",
     steps_after_leaving: "the loop was left before the last micro-batch of the batch",
-    has_no_nested_backward: r"backward\(loss\) was not called: write it instead of loss.backward",
+    has_no_nested_backward: r"batch.backward\(loss\).* not called: write it instead of loss.backw",
     has_two_final_backwards: "a second backward of the micro-batch: add its losses and call",
     reads_early: "batch.loss is known after the loop over the batch",
     evaluates_inside: r"exact.evaluate\(\) was called in the middle of a batch",
@@ -743,6 +743,16 @@ MISTAKES = {
     trains_another_parameter: r"a parameter of shape \(\) that is not in the model takes part",
     plain_loop: "the gradients are those of this rank alone: iterate over exact.batches",
 }
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_two_schedulers_of_an_optimizer_are_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedulers = torch.optim.lr_scheduler
+    both = [schedulers.LinearLR(optimizer), schedulers.ExponentialLR(optimizer, 0.9)]
+    with pytest.raises(UsageError, match="ExponentialLR as a second scheduler of the same opt"):
+        ls.exact(model, optimizer, microbatches=2, scheduler=both)
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -356,11 +356,17 @@ def _take_optimizers(
         schedules.append(_take_optimizer(optimizer, next(iter(own), None)))
     known = [schedule.scheduler for schedule in schedules]
     for scheduler in schedulers:
-        if scheduler not in known:
+        if scheduler in known:
+            continue
+        name = type(scheduler).__name__
+        if any(getattr(scheduler, "optimizer", None) is optimizer for optimizer in optimizers):
             raise UsageError(
-                f"ls.exact got a {type(scheduler).__name__} of an optimizer that it does not have: "
-                "pass the optimizers, too, and one scheduler for each of them"
+                f"ls.exact got a {name} as a second scheduler of the same optimizer: pass one, "
+                "such as torch's ChainedScheduler or SequentialLR of both"
             )
+        raise UsageError(
+            f"ls.exact got a {name} of an optimizer that it does not have: pass the optimizer, too"
+        )
     return Optimization(module, schedules, None, is_combined=True)
 
 
@@ -458,9 +464,7 @@ def _set_up(
     )
     combined = optimization.optimizer
     state_check = StateMutationCheck(modules, HeldParameters(modules, optimizer=combined))
-    hyperparameters = HyperparameterCheck(
-        {"model": module}, combined, parallel.group, is_loop=True
-    )
+    hyperparameters = HyperparameterCheck({"model": module}, combined, parallel.group, is_loop=True)
     settings = dict(description)
     for number, optimizer in enumerate(optimization.optimizers):
         suffix = "" if len(optimization.optimizers) == 1 else f"[{number}]"

@@ -277,9 +277,10 @@ class MicrobatchLoop:
                 continue
             if not self.current.losses:
                 raise UsageError(
-                    f"{self.place}: step.backward(loss) was not called: write it instead of "
-                    "loss.backward(), in the body of the loop over the micro-batches, before the "
-                    "next one is requested, as list(batch) or unpacking a batch does"
+                    f"{self.place}: batch.backward(loss), or step.backward(loss) in a manual step, "
+                    "was not called: write it instead of loss.backward(), in the body of the loop "
+                    "over the micro-batches, before the next one is requested, as list(batch) or "
+                    "unpacking a batch does"
                 )
             if self._noted is not None:
                 self._require_gradients()
