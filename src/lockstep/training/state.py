@@ -375,6 +375,11 @@ class TrainingState:
         sharded = ((name, one) for one, name in self._names.items() if is_sharded(one))
         return {name: (one.shape, local_rows(one)) for name, one in sharded}
 
+    def find_other_parameters(self, state: Mapping[str, Any]) -> set[str]:
+        """Return the parameters that only the optimizer has, or only that of a `local_state`."""
+        saved = {name for group in state["parameter_groups"] for name in group["params"]}
+        return saved ^ set(self._order())
+
     def load_local(self, state: Mapping[str, Any]) -> None:
         """Load this rank's tensors from the merged `local_state` of all ranks."""
         average = None
@@ -383,11 +388,12 @@ class TrainingState:
             average["n_averaged"] = state["ema_updates"]
         numbers = {name: number for number, name in enumerate(self._order())}
         saved = [name for group in state["parameter_groups"] for name in group["params"]]
-        if saved != list(numbers) and (other := [*set(saved) ^ set(numbers)]):
+        if other := self.find_other_parameters(state):
             raise UsageError(
                 f"the optimizer has {len(numbers)} parameters, and {len(saved)} in the state, such "
-                f"as {min(other)}: let its factory make all parameter groups, and give those that "
-                "the loop trains later a learning rate of 0"
+                f"as {min(other)}: add parameter groups where the interrupted run did, outside of "
+                "loops over batches, or begin with all of them, and give those that are trained "
+                "later a learning rate of 0"
             )
         optimizer = {
             "state": {numbers[name]: entries for name, entries in state["optimizer"].items()},

@@ -125,3 +125,44 @@ def test_an_iterator_that_is_held_at_the_end_is_named(tmp_path, capsys):
         break
     loop.exact.finish()
     assert "the loop over batches of epoch 0 has not ended at finish()" in capsys.readouterr().err
+
+
+def train_groups(folder, place, handles=None):
+    """Add a parameter group before the second epoch."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters(), 0.1)
+    checkpoint = ls.CheckpointConfig(every_steps=1, keep=9, folder=folder)
+    exact = ls.exact(model, optimizer, 2, checkpoint=checkpoint)
+    if handles is not None:
+        handles.append(exact)
+    if place is not None:
+        exact.resume(folder / "checkpoints" / place)
+    for epoch in range(2):
+        if epoch == 1:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.2})
+        for batch in exact.batches(DATA, 8, epoch=epoch):
+            exact._run._checkpoints.writer.wait()  # so that the next one is due
+            for inputs, targets in batch:
+                batch.backward(nn.functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if handles is not None:
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    exact.finish()
+    return exact.digest(), exact.optimizer_digest()
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 6])
+def test_a_script_adds_a_parameter_group_again_when_it_is_resumed(tmp_path, step):
+    whole = train_groups(tmp_path / "run", None)
+    assert train_groups(tmp_path / "run", f"step-{step}") == whole
+
+
+def test_a_parameter_group_of_a_loop_s_body_is_refused_before_it_is_saved(tmp_path):
+    handles = []
+    with pytest.raises(UsageError, match="was called in the body of a loop over batches"):
+        train_groups(tmp_path / "run", None, handles)
+    handles[0].finish("failed")

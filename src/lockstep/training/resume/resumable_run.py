@@ -370,6 +370,8 @@ class ResumableRun:
         elif epoch.resumed is not None:
             batches.load_state_dict(epoch.resumed)
             self._position.restore()
+        if epoch is not None and self._position.log.is_outermost(epoch):
+            self.safe_points.enter()
         self.safe_points.note(epoch)
         return epoch
 

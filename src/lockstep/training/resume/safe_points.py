@@ -67,6 +67,7 @@ class SafePoints(StepHook):
         self._ending_round = -1  # the same, as rank 0 has told all ranks
         self._safe_state: LastSafeState | None = None
         self.is_logged = checkpoints is not None
+        self._parameters = 0  # of the optimizer, at the beginning of the outermost loop
         self._after_call = ""  # what the script can change, after its latest call; "": not known
 
     def reach(
@@ -87,8 +88,11 @@ class SafePoints(StepHook):
         self._transfer_if_wanted(epoch)
         if self._position.is_replaying:
             return
-        if self._checkpoints is not None:
+        if self.is_logged:
             self._require_positions()
+            if epoch is not None:
+                self._require_same_parameters()
+        if self._checkpoints is not None:
             self._save_if_wanted(self._checkpoints, ask)
         member = self._member
         if member is not None and self._ending_round == member.round:  # not outdated by a loss
@@ -99,6 +103,10 @@ class SafePoints(StepHook):
         self._after_call = ""
         if epoch is None and not is_step:  # after each step, it would take too long
             self.note_call()
+
+    def enter(self) -> None:
+        """Note that the script enters the outermost loop over batches."""
+        self._parameters = len(self._position.state.optimization.parameters)
 
     def note_call(self) -> None:
         """Note what the script can change, after a call outside of loops over batches."""
@@ -162,6 +170,15 @@ class SafePoints(StepHook):
                     "checkpoint=, by use(batch) of ls.exact or step(batch) of ls.Trainer, or end "
                     "its loop in the body of the other one"
                 )
+
+    def _require_same_parameters(self) -> None:
+        """Raise UsageError if the body of the loop, which is not repeated, has added parameters."""
+        if len(self._position.state.optimization.parameters) != self._parameters:
+            raise UsageError(
+                "optimizer.add_param_group() was called in the body of a loop over batches, which "
+                "a resumed run does not repeat: call it between two epochs, or begin with all "
+                "groups, and give those that are trained later a learning rate of 0"
+            )
 
     def _save_if_wanted(self, checkpoints: RunCheckpoints, ask: bool) -> None:
         if ask:

@@ -108,7 +108,9 @@ class ScriptPosition:
         require_same_training(state, here)
         with refusing_misfits("the state of the checkpoint"):
             self.log.load_state_dict(state["script"])
-            self.state.load_local(state)
+            # A script may add parameter groups before a later epoch, which it has not reached yet.
+            if not (self.log.is_replaying and self.state.find_other_parameters(state)):
+                self.state.load_local(state)
         self._restored = state
         return list_changes(state, here, self.state.optimization.describe())
 
