@@ -55,6 +55,12 @@ def on_sequences(layer):
     return Calls(forward, part=layer, position=nn.Parameter(torch.randn(1, 4, 16)))
 
 
+def write_where(model, x):
+    x = x.clone()
+    x[x > 0.5] = 0.5
+    return x
+
+
 class SelfAttention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -117,6 +123,17 @@ JOINED = {
     ),
     "frozen parameters": lambda: on_features(
         lambda model, x: x + model.frozen(x), frozen=nn.Linear(64, 64).requires_grad_(False)
+    ),
+    "elements by their positions": lambda: on_features(
+        lambda model, x: x + x[torch.arange(len(x))[:, None], x.argsort(1)]
+    ),
+    "two views of a sample": lambda: on_features(
+        lambda model, x: sum(model.part(torch.cat([x, x * 2])).relu().chunk(2)),
+        part=nn.Linear(64, 64),
+    ),
+    "elements that a mask overwrites": lambda: on_features(write_where),
+    "a constant that is read": lambda: on_features(
+        lambda model, x: x * model.fixed.tolist()[0], fixed=nn.Buffer(torch.ones(1))
     ),
     "a buffer that is read": lambda: on_features(
         lambda model, x: x + model.fixed, fixed=nn.Buffer(torch.rand(64))
@@ -227,6 +244,33 @@ def over_a_limit(model, x):
     return torch.where(x.norm() > 1e9, x / x.norm(), x)
 
 
+def reject(model, x):
+    noise = torch.randn_like(x)
+    while (noise.abs() > 2).any():
+        noise = torch.where(noise.abs() > 2, torch.randn_like(x), noise)
+    return x + noise
+
+
+def limit_gradient(model, x):
+    x.register_hook(lambda gradient: torch.where(gradient.norm() > 1e9, 0.0, gradient))
+    return x
+
+
+def skip_gradient(model, x):
+    x.register_hook(lambda gradient: gradient * 0 if gradient.norm() > 1e9 else gradient)
+    return x
+
+
+def route(model, x):
+    positions = (x > 0).long().cumsum(0) * 0
+    return x * (positions <= len(x))
+
+
+def without_effect(function):
+    """Return a model that couples samples, which does not count yet."""
+    return lambda: on_features(lambda model, x: x + 0 * function(x))
+
+
 def with_hook():
     model = on_features(lambda model, x: x)
     model.layer.register_forward_hook(lambda *_: None)
@@ -255,6 +299,72 @@ SEPARATE = {
     "a sum over samples": (lambda: on_features(lambda model, x: x.cumsum(0)), "other bits"),
     "the order of samples": (lambda: on_features(lambda model, x: x + x.roll(1, 0)), "other bits"),
     "sorted samples": (lambda: on_features(lambda model, x: x.sort(0).values), "other bits"),
+    "the order of samples, without effect": (without_effect(lambda x: x.flip(0)), "aten::flip has"),
+    "a softmax, without effect": (without_effect(lambda x: x.softmax(0)), "aten::softmax has"),
+    "a sum over samples, without effect": (
+        without_effect(lambda x: x.cumsum(0)),
+        "aten::cumsum has other bits for several micro-batches",
+    ),
+    "sorted samples, without effect": (
+        without_effect(lambda x: x.argsort(0)),
+        "has other bits for several micro-batches",
+    ),
+    "a limit for all samples": (
+        without_effect(lambda x: x <= 2.0 * len(x)),
+        "aten::le gets 4.0 for one micro-batch and 32.0 for 8",
+    ),
+    "a whole limit for all samples": (
+        without_effect(lambda x: x <= len(x)),
+        "aten::le gets 2 for one micro-batch and 16 for 8",
+    ),
+    "a mask of all samples": (
+        lambda: on_features(lambda model, x: x[x[:, 0] > -1e9]),
+        "aten::index depends on how many values of all samples fit",
+    ),
+    "writing where a mask says": (
+        lambda: on_features(lambda model, x: x.index_put((x[:, 0] > -1e9,), x * 2)),
+        "aten::index_put depends on how many values",
+    ),
+    "the positions of all samples": (
+        without_effect(lambda x: x[(x.detach()[:, 0] > -1e9).nonzero()[:, 0]]),
+        "aten::nonzero depends on how many values",
+    ),
+    "a selection of all samples": (
+        without_effect(lambda x: x.masked_select(x > -1e9).view(-1, 64)),
+        "aten::masked_select depends on how many values",
+    ),
+    "repeated samples": (
+        without_effect(lambda x: x.repeat_interleave((x[:, 0] > -1e9).long(), 0)),
+        "aten::repeat_interleave depends on how many values",
+    ),
+    "values in a list": (
+        lambda: on_features(lambda model, x: x * (max(x[:, 0].tolist()) < 1e9)),
+        "values of samples are read by numpy() or tolist()",
+    ),
+    "values in an array": (
+        lambda: on_features(lambda model, x: x * (numpy.asarray(x.detach()).max() < 1e9)),
+        "values of samples are read by numpy() or tolist()",
+    ),
+    "a loop that draws again": (lambda: on_features(reject), ""),
+    "numbers within limits": (
+        lambda: on_features(lambda model, x: x + nn.init.trunc_normal_(torch.empty_like(x))),
+        "",
+    ),
+    "a limit of a gradient": (
+        lambda: on_features(limit_gradient),
+        "aten::where uses the gradient of a parameter for samples",
+    ),
+    "a gradient that may be skipped": (
+        lambda: on_features(skip_gradient),
+        "reads the gradient of a parameter",
+    ),
+    "short vectors of one column": (
+        lambda: on_features(
+            lambda model, x: F.pad((model.part(x).abs() + 0.1) ** 1.5, (0, 63)),
+            part=nn.Linear(64, 1),
+        ),
+        "aten::pow may round the last elements of the shape (2, 1) differently",
+    ),
     "products of samples": (
         lambda: on_features(lambda model, x: x + (x @ x.t()) @ x),
         "does not have one part per sample",
@@ -425,13 +535,21 @@ class Late(torch.utils.data.Dataset):
 LATE = {
     "mean": lambda x: x - x.mean(0),
     "tanh": lambda x: x.tanh(),
+    "dropout": lambda x: F.dropout(x, 0.5),
     "fails": lambda x: x[:, 99],
 }
 
 
+class Rolls(Changes):
+    """A model that mixes samples from a step on, by the same operators."""
+
+    def forward(self, x):
+        return self.layer(x.roll(int(self.is_changed), 0))
+
+
 def change_late(change, *, is_joined):
     torch.manual_seed(0)
-    model = Changes(LATE[change])
+    model = Rolls(None) if change == "roll" else Changes(LATE[change])
     return train(model, Late(model, 4), is_joined=is_joined)
 
 
@@ -469,6 +587,45 @@ def compare_drawing_losses():
     return compare(make, loss=Drawing())
 
 
+def compare_mappings():
+    inputs, targets = data()
+    batch = ({"features": inputs}, targets)
+
+    def make():
+        return Calls(lambda model, named: model.head(model.layer(named["features"])))
+
+    return compare(make, batches=[batch] * STEPS)
+
+
+class Outputs:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+def compare_objects():
+    def make():
+        return Calls(lambda model, x: (model.head(model.layer(x)), Outputs(x)))
+
+    def ignore(outputs, targets):
+        return F.cross_entropy(outputs[0], targets)
+
+    def use(outputs, targets):
+        return ignore(outputs, targets) + 0 * outputs[1].logits.mean()
+
+    return compare(make, loss=ignore), compare(make, loss=use)
+
+
+CONVOLUTIONS = {
+    "conv1d": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 4, 3, stride=16), nn.Flatten(), nn.Linear(16, 16)
+    ),
+    "conv3d": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 4, 4, 4)), nn.Conv3d(1, 4, 3), nn.Flatten(), nn.Linear(32, 16)
+    ),
+    "conv_transpose2d": lambda: on_images(nn.ConvTranspose2d(1, 2, 2, 2), outputs=512),
+}
+
+
 @pytest.fixture(scope="module")
 def late():
     """What models and passes do that are special in one way, computed in one process."""
@@ -476,25 +633,54 @@ def late():
     def compare_all():
         make = JOINED["linear layers"]
         found = {n: compare(make, batches=[data(n)] * 5) for n in (19, 3, 8, 16)}
-        for change in ("mean", "tanh"):
+        for change in ("mean", "tanh", "roll", "dropout"):
             found[change] = [change_late(change, is_joined=each) for each in (False, True)]
         return found | {
             "notes": fail_late(),
             "limited": compare_limited(),
             "limited parts": compare_limited_parts(),
             "drawing losses": compare_drawing_losses(),
+            "a mapping": compare_mappings(),
+            "an object": compare_objects(),
+            "convolutions": [
+                compare(make, batches=[data(8)] * STEPS) for make in CONVOLUTIONS.values()
+            ],
         }
 
     return on_portable_ranks(compare_all)[0]
 
 
-@pytest.mark.parametrize("change", ["mean", "tanh"])
+@pytest.mark.parametrize("change", ["mean", "tanh", "roll"])
 def test_operators_that_were_not_called_before_are_noticed(change, late):
     ((*separate, _, _), (*joined, count, note)) = late[change]
     assert separate == joined
     assert note == f"aten::{change} was not called as in the first step"
     # Step 3; step 4 is computed separately; 5 compares; 6 and 7 are joined if it can be.
-    assert count == (8 if change == "mean" else 8 + 2 * 8)
+    assert count == (8 + 2 * 8 if change == "tanh" else 8)
+
+
+def test_dropout_that_begins_later_is_the_reason(late):
+    ((*separate, _, _), (*joined, count, note)) = late["dropout"]
+    assert separate == joined
+    assert note == "aten::empty_like was not called as in the first step"
+    assert count == 8 + 2 * 8
+
+
+def test_inputs_may_be_mappings(late):
+    assert late["a mapping"] == (True, 8 * (STEPS - 3), "")
+
+
+def test_an_output_of_another_type_is_not_used(late):
+    ignoring, (is_equal, count, note) = late["an object"]
+    assert ignoring == (True, 8 * (STEPS - 3), "")
+    assert (is_equal, count) == (True, 0)
+    assert "the loss uses an output of the type Outputs, which is not cut" in note
+
+
+def test_convolutions_of_one_sample_are_computed_separately(late):
+    for name, (is_equal, count, note) in zip(CONVOLUTIONS, late["convolutions"], strict=True):
+        assert (is_equal, count) == (True, 0), name
+        assert note == f"aten::{name} rounds one sample in another way than several"
 
 
 def test_an_error_is_that_of_a_separate_pass(late):

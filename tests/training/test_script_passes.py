@@ -72,7 +72,13 @@ CASES = {  # the model, the losses, and why micro-batches are computed one by on
 }
 
 
-def train(name, *, together, batch_size=32):
+LATE = {  # what is logged after backward
+    "shares of the losses": lambda losses: losses.softmax(0),
+    "noise": torch.rand_like,
+}
+
+
+def train(name, *, together, batch_size=32, late=None):
     """Return the bits of a training, the sizes of what a loop got, and the note."""
     function, find_losses, _ = CASES[name]
     torch.manual_seed(0)
@@ -100,7 +106,10 @@ def train(name, *, together, batch_size=32):
                 else:
                     batch.log("hits", hits.mean())
                     batch.backward(losses.mean())
-            bits.append((batch.loss.hex(), batch.norm.hex(), batch.metrics["hits"]))
+                if late is not None:
+                    values = LATE[late](losses.detach())
+                    batch.log("late", values if together else values.mean())
+            bits.append((batch.loss.hex(), batch.norm.hex(), *batch.metrics.values()))
             optimizer.step()
             optimizer.zero_grad()
     joint = exact.engine.setup.executor.one_pass
@@ -120,6 +129,9 @@ def train_all():
     for name in CASES:
         for together in (False, True):
             found[name, together] = train(name, together=together)
+    for late in LATE:
+        for together in (False, True):
+            found[late, together] = train("linear layers", together=together, late=late)
     found["uneven", False] = train("dropout and noise", together=False, batch_size=37)
     found["uneven", True] = train("dropout and noise", together=True, batch_size=37)
     return found
@@ -138,6 +150,14 @@ def test_micro_batches_together_have_the_bits_of_separate_ones(name, alone):
     assert joined == separate, note
     assert expected in note
     assert bool(note) == bool(expected)
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_is_logged_after_backward_is_compared(name, alone):
+    (separate, _, _) = alone[name, False]
+    (joined, _, note) = alone[name, True]
+    assert joined == separate
+    assert note == "the metric 'late' has other bits for several micro-batches"
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.stress), 3])

@@ -46,6 +46,7 @@ from lockstep.training.grouped_passes import PassResults
 from lockstep.training.pass_attempt import (
     Attempt,
     Pass,
+    RecordedPass,
     cut_rows,
     describe_shapes,
     join_gradients,
@@ -75,6 +76,8 @@ of a pass is that of its kernels, not of calling them."""
 MOST_TRIALS = 8
 """The number of kinds of micro-batches, such as lengths of sequences, that are tried."""
 
+CHANGED = "{} was not called as in the first step"
+
 SCHEDULE = AuditConfig()
 """The steps in which a pass is compared with separate passes again."""
 
@@ -103,7 +106,7 @@ class JoinedPass:
         """Raise CannotJoin unless the passes have called the operators of the plan."""
         for calls in (self.forward, self.backward):
             if name := calls.find_difference():
-                raise CannotJoin(f"{name} was not called as in the first step")
+                raise CannotJoin(CHANGED.format(name))
 
 
 # It has many attributes: what a pass is computed with, and what is known about passes.
@@ -235,7 +238,10 @@ class OnePass:
         except Exception as error:  # one that is not ours is raised again by the separate passes
             del self._joined[key]  # it is planned again in the next step
             if isinstance(error, CannotJoin):
-                self.note = self.note or str(error)
+                # Numbers that another operator has drawn are no reason of their own.
+                name = joined.forward.find_difference()
+                reason = CHANGED.format(name) if name else str(error)
+                self.note = self.note or reason
             self.clear(attempt.buffers)
             return None
         return results
@@ -268,7 +274,8 @@ class OnePass:
         group = attempt.group
         where = step.place(group[0].index)
         pairs = [split_targets(part.data, where) for part in group]
-        inputs = join_samples(*(inputs for inputs, _ in pairs))
+        columns = zip(*(inputs for inputs, _ in pairs), strict=True)
+        inputs = [join_samples(*column) for column in columns]
         state = self.begin_forward(attempt)
         outputs = attempt.forward.run(lambda: call_model(self._called, inputs, where))
         self.end_forward(attempt, state)
@@ -410,10 +417,19 @@ class OnePass:
         if self._bytes[shapes] * len(group) > MOST_BYTES:
             self._tried.discard(self._key(group))
             return None
-        together = trial.record(group, first=alone)
+        last = trial.last
+        if last is None:
+            last = trial.record(group[-1:], first=alone)
+            yield last
+        if _list_names(_take_calls(last)) != _list_names(one):
+            raise CannotJoin("other operators are called for another micro-batch")
+        self.clear(trial.buffers)
+        together = trial.record(group, first=alone, last=last)
         yield together
         several = _take_calls(together)
         self.clear(trial.buffers)
+        if _list_reads(together) != _list_reads(alone):
+            raise CannotJoin("values of samples are read by numpy() or tolist()")
         rule = load_native().SegmentRule
         plan = plan_passes(one, several, len(group), group[0].size, rule)
         return JoinedPass(plan, len(group))
@@ -464,6 +480,7 @@ class Trial:
 
     Attributes:
         alone: The pass over the first micro-batch, if it is recorded already.
+        last: The pass over the last one, too.
     """
 
     def __init__(
@@ -478,14 +495,29 @@ class Trial:
         self._owner = owner
         self.is_new = is_new
         self.alone: Attempt | None = None
+        self.last: Attempt | None = None
         self.step = step
         self.buffers = buffers
         self.group = group
         self._losses: list[torch.Tensor] = []
+        self._metrics: list[Mapping[str, torch.Tensor]] = []
         self._sums = TreeAccumulator[GradientList](len(group), _add_lists)
 
-    def note(self, loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """Keep the loss of a micro-batch and its gradients, which are in `.grad`."""
+    def note(
+        self,
+        loss: torch.Tensor,
+        parameters: Sequence[nn.Parameter],
+        metrics: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Keep the loss of a micro-batch and its gradients, which are in `.grad`.
+
+        Args:
+            loss: The loss.
+            parameters: The parameters with gradients.
+            metrics: The metrics, if the script computes them from all samples of a pass.
+        """
+        if metrics is not None:
+            self._metrics.append({**metrics})
         gradients = [None if one.grad is None else one.grad.clone() for one in parameters]
         number = len(self._losses)
         self._losses.append(loss.detach())
@@ -495,6 +527,12 @@ class Trial:
         """Return which result of one pass has other bits; "" if none has."""
         if not all(have_same_bits([*zip(self._losses, results.losses, strict=True)])):
             return "the loss"
+        for own, joined in zip(self._metrics, results.metrics, strict=False):
+            if own.keys() != joined.keys():
+                return "what is logged"
+            for name, value in own.items():
+                if not all(have_same_bits([(value, joined[name])])):
+                    return f"the metric {name!r}"
         ((_, gradients),) = self._sums.nodes.items()
         for gradient, parameter in zip(gradients, parameters, strict=True):
             if gradient is None or parameter.grad is None:
@@ -510,21 +548,28 @@ class Trial:
         return Attempt(self.step, self.buffers, group, forward, backward)
 
     def record(
-        self, group: Sequence[Microbatch], *, restores: bool = True, first: Attempt | None = None
+        self,
+        group: Sequence[Microbatch],
+        *,
+        restores: bool = True,
+        first: Attempt | None = None,
+        last: Attempt | None = None,
     ) -> Attempt:
         """Return a pass over some of the micro-batches, whose operators are recorded.
 
         Args:
             group: The micro-batches.
-            restores: Whether the generator is restored after operators that draw from it.
-            first: The recorded pass over the first of several micro-batches.
+            restores: Whether the generator is restored after the pass.
+            first: The recorded pass over the first micro-batch; None: this is the one.
+            last: That over the last one; None: this is the one, or the first one.
         """
-        make = load_native().RecordedCalls
-        forward, backward = (None, None) if first is None else (first.forward, first.backward)
+        before = last or first
+        forward: Any = None if before is None else before.forward
+        backward: Any = first.backward if first and last else None
         return self.attempt(
             group,
-            make(restores=restores, keeps=False, first=forward),
-            make(restores=restores, keeps=first is None, first=backward),
+            _make_recorded(restores, keeps=False, first=forward),
+            _make_recorded(restores, keeps=first is None, first=backward),
         )
 
     def list_passes(self) -> Iterator[Attempt]:
@@ -564,8 +609,23 @@ def _add_lists(left: GradientList, right: GradientList) -> GradientList:
     return [*map(add_present, left, right)]
 
 
+def _make_recorded(restores: bool, *, keeps: bool, first: RecordedPass | None) -> RecordedPass:
+    calls = None if first is None else first.recorded
+    return RecordedPass(load_native().RecordedCalls(restores=restores, keeps=keeps, first=calls))
+
+
 def _take_calls(recorded: Attempt) -> list[list[NotedCall]]:
     """Return the operators of the forward and the backward pass."""
     recorded.take()
     passes: list[Any] = [recorded.forward, recorded.backward]
-    return [[NotedCall(*call) for call in one.calls] for one in passes]
+    return [[NotedCall(*call) for call in one.recorded.calls] for one in passes]
+
+
+def _list_reads(recorded: Attempt) -> list[tuple[str, torch.Size]]:
+    forward: Any = recorded.forward
+    reads: list[tuple[str, torch.Size]] = forward.reads
+    return reads
+
+
+def _list_names(passes: Sequence[Sequence[NotedCall]]) -> list[list[tuple[str, str]]]:
+    return [[(call.name, call.overload) for call in calls] for calls in passes]

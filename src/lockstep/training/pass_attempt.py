@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -16,7 +18,18 @@ from lockstep.model.loss_root import run_backward
 from lockstep.training.grouped_passes import PassResults
 from lockstep.training.pass_plan import CannotJoin
 
-__all__ = ["Attempt", "Pass", "cut_rows", "describe_shapes", "join_gradients", "run_from_roots"]
+__all__ = [
+    "Attempt",
+    "Pass",
+    "RecordedPass",
+    "cut_rows",
+    "describe_shapes",
+    "join_gradients",
+    "run_from_roots",
+]
+
+READS = ("numpy", "tolist")
+"""Methods of a tensor that return values without an operator."""
 
 
 class Pass(Protocol):
@@ -36,6 +49,83 @@ class Pass(Protocol):
 
     def finish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Complete the gradients of parameters after the backward pass."""
+
+
+class RecordedPass:
+    """A pass whose operators are recorded, and which tensors are read without one.
+
+    Args:
+        recorded: The calls of the native module.
+
+    Attributes:
+        reads: The methods that have read values, and the shapes of the tensors.
+    """
+
+    def __init__(self, recorded: Any) -> None:
+        self.recorded = recorded
+        self.reads: list[tuple[str, torch.Size]] = []
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Return the result of the body, whose operators and reads are recorded."""
+        _watch_reads(self)
+        try:
+            return self.recorded.run(body)
+        finally:
+            _end_reads(self)
+
+    def begin(self) -> None:
+        """Record from now on."""
+        self.recorded.begin()
+        _watch_reads(self)
+
+    def end(self) -> None:
+        """Record nothing more."""
+        _end_reads(self)
+        self.recorded.end()
+
+    def seed(self, seeds: list[int]) -> None:
+        """Leave the generators of the micro-batches: one generator draws for all."""
+
+    def finish(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Leave the gradients of parameters, which are not used."""
+
+
+_readers: dict[RecordedPass, int] = {}  # the passes that record reads, with their threads
+_replaced: list[str] = []  # the methods that are replaced while there are any
+_readers_lock = threading.Lock()
+
+
+def _watch_reads(reader: RecordedPass) -> None:
+    """Record reads of this thread. Methods are replaced only while a pass is recorded."""
+    with _readers_lock:
+        _readers[reader] = threading.get_ident()
+        if len(_readers) > 1:
+            return
+        _replaced[:] = [name for name in READS if name not in vars(torch.Tensor)]
+        for name in _replaced:
+            setattr(torch.Tensor, name, _make_read(name))
+
+
+def _end_reads(reader: RecordedPass) -> None:
+    with _readers_lock:
+        if _readers.pop(reader, None) is None or _readers:
+            return
+        for name in _replaced:
+            delattr(torch.Tensor, name)  # its base class has the method
+
+
+def _make_read(name: str) -> Callable[..., Any]:
+    original = getattr(torch._C.TensorBase, name)
+
+    @functools.wraps(original)
+    def read(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        thread = threading.get_ident()
+        for reader, own in [*_readers.items()]:
+            if own == thread:
+                reader.reads.append((name, tensor.shape))
+        return original(tensor, *arguments, **named)
+
+    return read
 
 
 class Attempt:
@@ -94,10 +184,27 @@ def describe_shapes(data: Any) -> Any:
     return tuple(shapes) if shapes and None not in shapes else None
 
 
+class _UncutOutput:
+    """An output that may hold the samples of all micro-batches, and that no loss may use.
+
+    Args:
+        output: The output.
+    """
+
+    def __init__(self, output: Any) -> None:
+        self._type = type(output).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise CannotJoin(f"the loss uses an output of the type {self._type}, which is not cut")
+
+
 def cut_rows(leaf: Any, segments: int) -> Sequence[Any]:
     """Return the outputs of each micro-batch, detached."""
     if not isinstance(leaf, torch.Tensor):
-        return [leaf] * segments
+        is_value = leaf is None or isinstance(leaf, (bool, int, float, str))
+        return [leaf if is_value else _UncutOutput(leaf)] * segments
     if leaf.dim() == 0 or leaf.shape[0] % segments or not leaf.is_contiguous():
         raise CannotJoin("an output does not have one row per sample")
     # Aligned as the outputs of separate passes.

@@ -14,12 +14,16 @@ way, where vector registers are not full. `POSITION_FREE` has those that do not;
 others must fill all registers.
 
 An operator that draws random numbers is called for the rows of each micro-batch, too.
+
+An operator that returns rows may couple them nevertheless, as a softmax or a sum over samples does.
+So the rows of its result are compared with those of the passes over the first and the last
+micro-batch, also where they do not count yet. What depends on values in other ways is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -47,6 +51,29 @@ FACTORIES = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operators whose results do not depend on the elements of a tensor."""
+
+UNSET = frozenset(
+    """
+    arange empty empty_like empty_permuted empty_strided new_empty new_empty_strided
+    """.split()  # noqa: SIM905
+)
+"""Operators that return memory as it is, or positions, which are not compared."""
+
+SIZED_BY_VALUES = frozenset(
+    """
+    argwhere bincount masked_scatter masked_select nonzero nonzero_numpy nonzero_static
+    unique_consecutive unique_dim unique_dim_consecutive _pack_padded_sequence _unique _unique2
+    """.split()  # noqa: SIM905
+)
+"""Operators whose results have as many elements as the values of tensors say. That there are equal
+numbers for all micro-batches in one step does not mean that there are in the next one."""
+
+CONVOLUTIONS = frozenset(
+    """
+    _convolution conv1d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
+    """.split()  # noqa: SIM905
+)
+"""Convolutions that add up products in another order for a single sample."""
 
 COPIES = """
     cat concat constant_pad_nd copy flip gather index index_select pad repeat repeat_interleave
@@ -140,6 +167,9 @@ class NotedCall(NamedTuple):
             those of the pass over one micro-batch; empty if they were not compared.
         sources: For each tensor among the arguments, the number of the call that has returned it;
             -1 for others.
+        has_same_rows: Whether the rows of the results have the bits of those of the passes over the
+            first and the last micro-batch, if they were compared.
+        values: The arguments that are no tensors, as the native module keeps them.
     """
 
     name: str
@@ -149,6 +179,8 @@ class NotedCall(NamedTuple):
     has_drawn: bool
     turns: list[list[int]]
     sources: list[int]
+    has_same_rows: bool
+    values: Any
 
     @property
     def kind(self) -> str:
@@ -164,8 +196,8 @@ class PassPlan(NamedTuple):
         backward: Those of the backward pass.
     """
 
-    forward: list[tuple[str, str, Any]]
-    backward: list[tuple[str, str, Any]]
+    forward: list[tuple[str, str, Any, Any]]
+    backward: list[tuple[str, str, Any, Any]]
 
 
 def plan_passes(
@@ -194,20 +226,34 @@ def plan_passes(
                 raise CannotJoin(f"other operators follow {first.name}")
         if len(one) != len(all_of_them):
             raise CannotJoin("other operators are called for several micro-batches")
+        comparisons = [_Comparison(*pair, segments) for pair in zip(one, all_of_them, strict=True)]
+        unset = range(len(one)) if is_backward else _list_unset(all_of_them)
         rules = [
-            _Comparison(*pair, segments).find_slices(is_backward=bool(is_backward))
-            for pair in zip(one, all_of_them, strict=True)
+            comparison.find_slices(is_backward=bool(is_backward), is_unset=number in unset)
+            for number, comparison in enumerate(comparisons)
         ]
         if is_backward:
+            shared = [comparison.list_shared() for comparison in comparisons]
             rules = _find_turns(all_of_them, rules, segments, samples)
-            rules = _keep_parts(all_of_them, rules, segments)
+            rules = _keep_parts(all_of_them, rules, shared, segments)
         plans.append(
             [
-                (call.name, call.overload, rule and make_rule(*rule))
-                for call, rule in zip(one, rules, strict=True)
+                (call.name, call.overload, rule and make_rule(*rule), call.values)
+                for call, rule in zip(all_of_them, rules, strict=True)
             ]
         )
     return PassPlan(*plans)
+
+
+def _list_unset(calls: Sequence[NotedCall]) -> set[int]:
+    """Return the calls that return memory as it is, or positions, and those that copy these."""
+    unset: set[int] = set()
+    for number, call in enumerate(calls):
+        is_copy = call.kind in VIEWS or call.kind in ("to", "_to_copy")
+        is_of_unset = bool(call.sources) and unset.issuperset(call.sources)
+        if call.kind in UNSET or (is_copy and is_of_unset):
+            unset.add(number)
+    return unset
 
 
 def _find_turns(
@@ -250,23 +296,38 @@ def _find_turns(
 
 
 def _keep_parts(
-    calls: Sequence[NotedCall], rules: Sequence[Slices | None], segments: int
+    calls: Sequence[NotedCall],
+    rules: Sequence[Slices | None],
+    shared: Sequence[set[int] | None],
+    segments: int,
 ) -> list[Slices | None]:
     """Return the rules by which gradients of parameters that are changed are kept in parts.
 
     A parameter that is used twice has the sum of two gradients. They are added for each
     micro-batch, as in separate passes.
 
+    Args:
+        calls: The calls of the backward pass.
+        rules: How they are called for each micro-batch.
+        shared: For each call with rows, also of one that is called once, the calls that have
+            returned its tensors without rows; None for a call without rows.
+        segments: The number of micro-batches.
+
     Raises:
         CannotJoin: It is not known which gradients are changed, or they take too much memory.
     """
     sources = [{n for n in call.sources if n >= 0} for call in calls]
-    has_rows = [rule is not None and bool(rule.tensors) for rule in rules]
+    has_rows = [numbers is not None for numbers in shared]
     derived: set[int] = set()  # the calls that return gradients of parameters
     for number, rule in enumerate(rules):
         is_sum = rule is not None and -1 in rule.results
-        if is_sum or (not has_rows[number] and sources[number] & derived):
-            derived.add(number)
+        if (shared[number] or set()) & derived:
+            raise CannotJoin(f"{calls[number].name} uses the gradient of a parameter for samples")
+        if not is_sum and (has_rows[number] or not sources[number] & derived):
+            continue
+        derived.add(number)
+        if not any(map(_has_tensors, calls[number].results)):
+            raise CannotJoin(f"{calls[number].name} reads the gradient of a parameter")
     kept: set[int] = set()
     for number, rule in enumerate(rules):
         if rule is CHANGES:
@@ -282,8 +343,6 @@ def _keep_parts(
     completed = [*rules]
     size = 0
     for number, rule in enumerate(rules):
-        if has_rows[number] and sources[number] & kept:
-            raise CannotJoin(f"{calls[number].name} uses the gradient of a parameter for samples")
         if number not in kept:
             continue
         size += count_bytes([calls[number]])
@@ -319,13 +378,23 @@ class _Comparison:
         self._segments = segments
         self._name = one.name
         self._kind = one.kind
+        self._given: list[int | None] = []  # the dimensions of the rows of the arguments
+        self._has_rows = False  # among the arguments or the results
         self._sizes: list[tuple[int, Any]] = []  # arguments that grow, with their smaller values
 
-    def find_slices(self, *, is_backward: bool) -> Slices | None:
-        """Return how the operator is called for each micro-batch; None if it is called once."""
+    def find_slices(self, *, is_backward: bool, is_unset: bool) -> Slices | None:
+        """Return how the operator is called for each micro-batch; None if it is called once.
+
+        Args:
+            is_backward: Whether this is the backward pass.
+            is_unset: Whether the rows of the results are not compared.
+        """
         self._compare_values()
         given = self._find_rows("arguments")
         returned = self._find_rows("results")
+        self._given = given
+        self._has_rows = any(dimension is not None for dimension in [*given, *returned])
+        self._refuse_kinds(given, is_backward=is_backward)
         if self._one.has_drawn or self._several.has_drawn:
             if is_backward:
                 raise CannotJoin(f"{self._name} draws random numbers in the backward pass")
@@ -348,7 +417,9 @@ class _Comparison:
             for dimension, tensor in zip(returned, _list_tensors(self._one.results), strict=True)
         )
         if not is_coupled:
-            self._require_full_vectors(given)
+            self._require_full_vectors(given, returned)
+            if not is_unset and not self._several.has_same_rows:
+                raise CannotJoin(f"{self._name} has other bits for several micro-batches")
             return None
         if is_scalar or not is_backward:
             raise CannotJoin(f"{self._name} combines samples")
@@ -357,6 +428,42 @@ class _Comparison:
             raise CannotJoin(f"{self._name} combines samples in the backward pass")
         results = [-1 if dimension is None else dimension for dimension in returned]
         return Slices(_list_rows(given), results, self._sizes)
+
+    def list_shared(self) -> set[int] | None:
+        """Return the calls that have returned the tensors without rows; None: it has no rows."""
+        if not self._has_rows:
+            return None
+        # A list may have gaps, which have no sources.
+        gaps = _list_gaps(self._several.arguments)
+        dimensions = [dimension for n, dimension in enumerate(self._given) if n not in gaps]
+        sources = self._several.sources
+        if len(dimensions) != len(sources):
+            return {*sources} - {-1}
+        pairs = zip(sources, dimensions, strict=True)
+        return {source for source, dimension in pairs if dimension is None} - {-1}
+
+    def _refuse_kinds(self, given: Sequence[int | None], *, is_backward: bool) -> None:
+        """Raise CannotJoin if the operator treats rows in another way for other values or sizes."""
+        tensors = _list_tensors(self._one.arguments)
+        rows = dict(_list_rows(given))
+        if not rows:
+            return
+        is_sized = self._kind in SIZED_BY_VALUES or (self._kind == "where" and len(tensors) == 1)
+        if self._kind == "repeat_interleave":
+            is_sized = self._one.overload in ("Tensor", "self_Tensor") and len(tensors) - 1 in rows
+        if self._kind in ("index", "index_put", "_index_put_impl"):
+            masks = tensors[1:] if self._kind == "index" else tensors[1:-1]
+            is_mask = any(
+                n in rows and tensor.element_size == 1 for n, tensor in enumerate(masks, start=1)
+            )
+            # One value that is written to where a mask says is a matter of each element.
+            is_filled = self._kind != "index" and torch.Size(tensors[-1].sizes).numel() == 1
+            is_sized = is_mask and not (is_filled and len(tensors) - 1 not in rows)
+        if is_sized:
+            raise CannotJoin(f"{self._name} depends on how many values of all samples fit")
+        is_convolution = self._kind in CONVOLUTIONS and not is_backward and 0 in rows
+        if is_convolution and tensors[0].sizes[rows[0]] == 1:
+            raise CannotJoin(f"{self._name} rounds one sample in another way than several")
 
     def _draw(self, given: Sequence[int | None], returned: Sequence[int | None]) -> Slices:
         """Return how an operator that draws random numbers is called for each micro-batch."""
@@ -403,7 +510,21 @@ class _Comparison:
         for argument, (one, several) in enumerate(pairs):
             for first, second in zip(_list_values([one]), _list_values([several]), strict=True):
                 if self._is_larger(first, second):
+                    # Such as the number of samples, with which values are compared.
+                    if self._kind != "arange" and self._is_number(argument):
+                        self._refuse_value(first, second)
                     self._sizes.append((argument, one))
+
+    def _is_number(self, argument: int) -> bool:
+        """Return whether an argument may be any number, so that it is no size."""
+        schema = torch._C._get_schema(self._name, self._one.overload)
+        kind = str(schema.arguments[argument].type)
+        return kind in ("number", "Optional[number]")
+
+    def _refuse_value(self, one: Any, several: Any) -> NoReturn:
+        raise CannotJoin(
+            f"{self._name} gets {one} for one micro-batch and {several} for {self._segments}"
+        )
 
     def _is_larger(self, one: Any, several: Any) -> bool:
         """Return whether a value is a size that grows with the micro-batches.
@@ -418,23 +539,28 @@ class _Comparison:
             return False
         is_size = type(one) is int and type(several) is int
         if not is_size or several != one * self._segments:
-            raise CannotJoin(
-                f"{self._name} gets {one} for one micro-batch and {several} for {self._segments}"
-            )
+            self._refuse_value(one, several)
         return True
 
-    def _require_full_vectors(self, given: Sequence[int | None]) -> None:
+    def _require_full_vectors(
+        self, given: Sequence[int | None], returned: Sequence[int | None]
+    ) -> None:
         """Require that an operator computes every element of all micro-batches in full vectors."""
         arguments = self._one.arguments
         results = self._one.results
         # A factor is multiplied and added in one step in vectors only.
         is_scaled = self._kind in ("add", "sub", "rsub") and arguments[-1] != 1
-        if self._kind in POSITION_FREE and not is_scaled:
+        # These powers are products, also in the elements that are left over.
+        is_product = self._kind == "pow" and arguments[-1] in (-2, 2, 3)
+        if is_product or (self._kind in POSITION_FREE and not is_scaled):
             return
         tensors = [*_list_tensors(arguments), *_list_tensors(results)]
-        for tensor in tensors:
-            size = torch.Size(tensor.sizes).numel() * tensor.element_size
-            if tensor.is_floating_point and (size % VECTORS or not tensor.is_dense) and size > 8:
+        for tensor, dimension in zip(tensors, [*given, *returned], strict=True):
+            count = torch.Size(tensor.sizes).numel()
+            if dimension is None and count == 1:
+                continue  # the same number for all elements
+            is_full = tensor.is_dense and count * tensor.element_size % VECTORS == 0
+            if tensor.is_floating_point and not is_full:
                 raise CannotJoin(
                     f"{self._name} may round the last elements of the shape {tuple(tensor.sizes)} "
                     "differently"
@@ -470,6 +596,19 @@ def _list_tensors(values: Sequence[Any]) -> list[Any]:
         elif _has_tensors(value):
             tensors += value
     return tensors
+
+
+def _list_gaps(values: Sequence[Any]) -> set[int]:
+    """Return the positions of the missing tensors in lists, such as those of an index."""
+    gaps: set[int] = set()
+    position = 0
+    for value in values:
+        if _is_tensor(value):
+            position += 1
+        elif _has_tensors(value):
+            gaps |= {position + n for n, one in enumerate(value) if not one.element_size}
+            position += len(value)
+    return gaps
 
 
 def _list_values(values: Sequence[Any]) -> Iterator[Any]:

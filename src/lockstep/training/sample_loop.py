@@ -79,7 +79,7 @@ class SampleLoop:
         passes: Any = loop.one_pass
         self._passes: GroupedSamples | None = None if loop.is_first_of_round else passes
         self._pass: SamplePass | None = None
-        self._recorded: Any = None  # the attempt at the first micro-batch of a trial
+        self._recorded: Any = None  # the attempt at the first or last micro-batch of a trial
         self._logged: dict[str, torch.Tensor] = {}
         self._has_losses = False
 
@@ -122,9 +122,8 @@ class SampleLoop:
             data = loop.begin(microbatch)
             if loop.current is None:
                 continue
-            if trial is not None and trial.is_new and trial.alone is None:
-                trial.alone = self._recorded = trial.record(group[:1], restores=False)
-                self._recorded.forward.begin()
+            if trial is not None and trial.is_new:
+                self._record(trial, group, microbatch)
             try:
                 yield from self._request(data)
             finally:
@@ -134,8 +133,19 @@ class SampleLoop:
             for name, values in self._logged.items():
                 loop.current.metrics[name] = average(values)
             if trial is not None:
-                trial.note(loop.current.losses[-1], loop.parameters)
+                trial.note(loop.current.losses[-1], loop.parameters, loop.current.metrics)
             loop.end()
+
+    def _record(self, trial: Any, group: Sequence[Microbatch], microbatch: Microbatch) -> None:
+        """Record the pass over the first and that over the last micro-batch."""
+        if microbatch is group[0]:
+            trial.alone = self._recorded = trial.record([microbatch], restores=False)
+        elif microbatch is group[-1]:
+            first = trial.alone
+            trial.last = self._recorded = trial.record([microbatch], restores=False, first=first)
+        else:
+            return
+        self._recorded.forward.begin()
 
     def _iterate_pass(self, passes: GroupedSamples, attempt: Any) -> Iterator[Any]:
         """Yield the data of several micro-batches, unless they cannot be computed together."""

@@ -124,21 +124,23 @@ class DefaultGenerator {
  public:
   DefaultGenerator() : generator_(at::detail::getDefaultCPUGenerator()), state_(read()) {}
 
-  bool has_drawn() {
-    const at::Tensor now = read();
-    const auto bytes = static_cast<size_t>(now.nbytes());
-    return std::memcmp(now.const_data_ptr(), state_.const_data_ptr(), bytes) != 0;
-  }
-  void restore() {
+  bool has_drawn() { return !is_same_state(read(), state_); }
+  const at::Tensor& before() const { return state_; }
+  void restore(const at::Tensor& state) {
     const std::scoped_lock lock(generator_.mutex());
-    generator_.set_state(state_);
+    generator_.set_state(state);
   }
 
- private:
   at::Tensor read() {
     const std::scoped_lock lock(generator_.mutex());
     return generator_.get_state();
   }
+  static bool is_same_state(const at::Tensor& one, const at::Tensor& other) {
+    const auto bytes = static_cast<size_t>(one.nbytes());
+    return std::memcmp(one.const_data_ptr(), other.const_data_ptr(), bytes) == 0;
+  }
+
+ private:
   at::Generator generator_;
   at::Tensor state_;
 };
@@ -198,6 +200,50 @@ at::Tensor join_rows(const std::vector<at::Tensor>& rows, int64_t dimension, int
   for (const at::Tensor& one : rows)
     parts.push_back(one.unflatten(dimension, {turns, one.size(dimension) / turns}));
   return at::stack(parts, dimension + 1).flatten(dimension, dimension + 2);
+}
+
+// Returns whether the bits of a tensor can be read.
+bool is_readable(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         tensor.is_cpu();
+}
+
+// Also NaN has bits, so results are compared by these.
+uint64_t hash_bits(const at::Tensor& tensor) {
+  const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().contiguous();
+  const auto* data = static_cast<const char*>(plain.const_data_ptr());
+  const auto bytes = static_cast<size_t>(plain.nbytes());
+  uint64_t hash = bytes;
+  for (size_t i = 0; i < bytes; i += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, data + i, std::min(sizeof word, bytes - i));
+    hash = (hash ^ word) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
+
+PlainArguments list_plain_arguments(const Stack& stack, size_t count) {
+  PlainArguments arguments;
+  const size_t first = stack.size() - count;
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& value = stack[first + i];
+    if (!value.isTensor() && !value.isTensorList() && !value.isOptionalTensorList())
+      arguments.emplace_back(i, value);
+  }
+  return arguments;
+}
+
+// Returns whether an argument is as in the pass that was planned. A factor may be another one, as
+// it is the same for all samples; an integer may be a position, a size or a dimension.
+bool is_same_value(const c10::IValue& one, const c10::IValue& other) {
+  if (one.isDouble() || other.isDouble()) return !other.isNone() && !one.isNone();
+  if (one.isInt()) return other.isInt() && one.toInt() == other.toInt();
+  if (one.isBool()) return other.isBool() && one.toBool() == other.toBool();
+  if (one.isString()) return other.isString() && one.toStringRef() == other.toStringRef();
+  if (one.isIntList()) return other.isIntList() && one.toIntVector() == other.toIntVector();
+  if (one.isBoolList()) return other.isBoolList() && one.toBoolList() == other.toBoolList();
+  return one.isNone() == other.isNone();
 }
 
 // Returns the numbers of turns by which `one` may be the rows of the first micro-batch.
@@ -265,6 +311,16 @@ bool is_in_place(const c10::OperatorHandle& op) {
   return alias && alias->isWrite();
 }
 
+// Returns whether the arguments that are no tensors are those of the pass that was planned.
+bool has_arguments(const c10::OperatorHandle& op, const Stack& stack,
+                   const PlainArguments& expected) {
+  const size_t first = stack.size() - op.schema().arguments().size();
+  return std::all_of(expected.begin(), expected.end(), [&](const auto& argument) {
+    const c10::IValue& value = stack[first + argument.first];
+    return !value.isTensor() && is_same_value(argument.second, value);
+  });
+}
+
 bool can_be_cut(const Stack& stack, size_t count, const SegmentRule& rule, int64_t segments) {
   const std::vector<at::Tensor> tensors = list_tensors(stack, count);
   for (const auto& [position, dimension] : rule.slices)
@@ -304,15 +360,55 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   py::list arguments = describe_last(*stack, op.schema().arguments().size());
   py::list turns = compare_arguments(*stack, op.schema().arguments().size());
   py::list sources = find_sources(*stack, op.schema().arguments().size());
+  auto plain = std::make_unique<PlainArguments>(
+      list_plain_arguments(*stack, op.schema().arguments().size()));
+  const py::capsule values(plain.release(),
+                           [](void* held) { delete static_cast<PlainArguments*>(held); });
   DefaultGenerator generator;
   op.callBoxed(stack);
   remember_results(*stack, op.schema().returns().size());
   const bool has_drawn = generator.has_drawn();
-  if (has_drawn) repeat_draw(*stack);
-  if (has_drawn && restores_) generator.restore();
+  if (has_drawn) {
+    repeat_draw(*stack);
+    note_draw(generator.before(), generator.read());
+  }
+  const bool is_same = compare_results(*stack, op.schema().returns().size());
   calls.append(py::make_tuple(op.schema().name(), op.schema().overload_name(), std::move(arguments),
                               describe_last(*stack, op.schema().returns().size()), has_drawn,
-                              std::move(turns), std::move(sources)));
+                              std::move(turns), std::move(sources), is_same, values));
+}
+
+py::object RecordedCalls::run(const py::function& body) {
+  try {
+    py::object result = PassCalls::run(body);
+    restore_generator();
+    return result;
+  } catch (...) {
+    restore_generator();
+    throw;
+  }
+}
+
+void RecordedCalls::end() {
+  PassCalls::end();
+  restore_generator();
+}
+
+// Restoring the generator after each draw would let a loop that rejects numbers draw the same ones
+// forever.
+void RecordedCalls::note_draw(const at::Tensor& before, at::Tensor after) {
+  if (!first_state_.defined())
+    first_state_ = before;
+  else if (!DefaultGenerator::is_same_state(before, last_state_))
+    has_other_draws_ = true;
+  last_state_ = std::move(after);
+}
+
+void RecordedCalls::restore_generator() {
+  const at::Tensor state = std::exchange(first_state_, at::Tensor());
+  if (!restores_ || !state.defined() || has_other_draws_) return;
+  DefaultGenerator generator;
+  if (DefaultGenerator::is_same_state(generator.before(), last_state_)) generator.restore(state);
 }
 
 void RecordedCalls::repeat_draw(const Stack& stack) {
@@ -320,16 +416,67 @@ void RecordedCalls::repeat_draw(const Stack& stack) {
   if (stack.empty() || !stack.back().isTensor()) return;
   const at::NoGradGuard guard;
   const at::Tensor result = stack.back().toTensor();
-  if (!first_) {
-    drawn_[number] = result.clone();
-    return;
+  const auto repeat = [&](const RecordedCalls& one, bool is_last) {
+    const auto drawn = one.drawn_.find(number);
+    if (drawn == one.drawn_.end() || drawn->second.dim() != result.dim()) return;
+    at::Tensor rows = result;
+    for (int64_t d = 0; d < result.dim(); ++d) {
+      const int64_t size = std::min(result.size(d), drawn->second.size(d));
+      rows = rows.narrow(d, is_last ? result.size(d) - size : 0, size);
+    }
+    if (rows.sizes() == drawn->second.sizes()) rows.copy_(drawn->second);
+  };
+  // A pass that does not restore the generator is one whose results count.
+  if (first_ && restores_) {
+    repeat(*first_, first_->first_ != nullptr);
+    if (first_->first_) repeat(*first_->first_, false);
   }
-  const auto drawn = first_->drawn_.find(number);
-  if (drawn == first_->drawn_.end() || drawn->second.dim() != result.dim()) return;
-  at::Tensor rows = result;
-  for (int64_t d = 0; d < result.dim(); ++d)
-    rows = rows.narrow(d, 0, std::min(result.size(d), drawn->second.size(d)));
-  if (rows.sizes() == drawn->second.sizes()) rows.copy_(drawn->second);
+  drawn_[number] = result.clone();
+}
+
+// Keeps the bits of the results, and returns whether the rows of the first and of the last
+// micro-batch have those of their own passes.
+bool RecordedCalls::compare_results(const Stack& stack, size_t count) {
+  if (keeps_ || (first_ && first_->keeps_)) return true;  // a backward pass
+  const auto number = static_cast<size_t>(py::len(calls));
+  const at::NoGradGuard guard;
+  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
+  const RecordedCalls* const last = first_.get();
+  const RecordedCalls* const first = last && last->first_ ? last->first_.get() : last;
+  const auto has_call = [&](const RecordedCalls* one) {
+    return one && number < one->results_.size() && one->results_[number].size() == tensors.size();
+  };
+  const bool is_comparable = has_call(first) && has_call(last);
+  std::vector<Bits> bits(tensors.size());
+  bool is_same = true;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    if (!is_readable(tensor)) continue;
+    bits[i] = {tensor.sizes().vec(), 0};
+    const std::vector<int64_t>* const one =
+        is_comparable ? &first->results_[number][i].sizes : nullptr;
+    if (!one || *one == bits[i].sizes || one->size() != bits[i].sizes.size()) {
+      bits[i].hash = hash_bits(tensor);
+      continue;
+    }
+    const auto differing = std::mismatch(one->begin(), one->end(), bits[i].sizes.begin()).first;
+    const int64_t dimension = differing - one->begin(), rows = *differing;
+    // Other shapes are refused for what they are.
+    if (rows == 0 || tensor.size(dimension) % rows) continue;
+    const int64_t segments = tensor.size(dimension) / rows;
+    const auto has_bits = [&](const RecordedCalls* pass, int64_t segment, int64_t turns) {
+      const at::Tensor taken = take_rows(tensor, dimension, segment, segments, turns);
+      const Bits& own = pass->results_[number][i];
+      return taken.sizes() == own.sizes && hash_bits(taken) == own.hash;
+    };
+    bool is_found = false;
+    for (int64_t turns = 1; turns <= rows && !is_found; ++turns)
+      is_found = rows % turns == 0 && has_bits(first, 0, turns) &&
+                 (first == last || has_bits(last, segments - 1, turns));
+    is_same = is_same && is_found;
+  }
+  results_.push_back(std::move(bits));
+  return is_same;
 }
 
 py::list RecordedCalls::find_sources(const Stack& stack, size_t count) {
@@ -368,12 +515,12 @@ py::list RecordedCalls::compare_arguments(const Stack& stack, size_t count) {
 SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segments)
     : segments_(segments) {
   CHECK_ARGUMENT(segments > 0, "there are no segments");
-  for (const auto& [name, overload, rule] : calls)
-    calls_.emplace_back(
-        c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()), rule);
-  const bool has_draws = std::any_of(calls_.begin(), calls_.end(), [](const auto& call) {
-    return call.second && call.second->draws;
-  });
+  for (const auto& [name, overload, rule, arguments] : calls)
+    calls_.push_back(
+        {c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()), rule,
+         *arguments.get_pointer<PlainArguments>()});
+  const bool has_draws = std::any_of(
+      calls_.begin(), calls_.end(), [](const Call& call) { return call.rule && call.rule->draws; });
   for (int64_t i = 0; has_draws && i < segments; ++i)
     generators_.push_back(at::detail::createCPUGenerator());
 }
@@ -407,17 +554,18 @@ void SegmentedCalls::finish(const std::vector<at::Tensor>& parameters) {
 
 std::string SegmentedCalls::find_difference() const {
   if (!difference_.empty() || next_ == calls_.size()) return difference_;
-  return calls_[next_].first.schema().name();
+  return calls_[next_].op.schema().name();
 }
 
 void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
-  const bool is_expected = next_ < calls_.size() && calls_[next_].first == op;
+  const bool is_expected = next_ < calls_.size() && calls_[next_].op == op &&
+                           has_arguments(op, *stack, calls_[next_].arguments);
   if (!is_expected && difference_.empty()) difference_ = op.schema().name();
   if (!difference_.empty()) {
     op.callBoxed(stack);
     return;
   }
-  const std::optional<SegmentRule>& rule = calls_[next_++].second;
+  const std::optional<SegmentRule>& rule = calls_[next_++].rule;
   if (!rule) {
     op.callBoxed(stack);
   } else if (rule->slices.empty()) {

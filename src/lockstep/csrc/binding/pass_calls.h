@@ -45,6 +45,9 @@ class PassCalls : public std::enable_shared_from_this<PassCalls> {
   std::atomic<bool> has_ended_ = false;
 };
 
+// The arguments of a call that are no tensors, with their positions.
+using PlainArguments = std::vector<std::pair<size_t, c10::IValue>>;
+
 // A tensor that an operator got or returned.
 struct CallTensor {
   std::vector<int64_t> sizes;
@@ -76,29 +79,44 @@ class TensorMap {
 
 class RecordedCalls : public PassCalls {
  public:
-  // `restores`: the state of the default generator after each operator that draws from it.
+  // `restores`: the state of the default generator after the pass, whose results do not count.
   // `keeps`: copies of the arguments, with which a pass over several micro-batches, the first of
   // which is the same, compares its own, if this one is its `first`.
+  // `first`: of a pass over several micro-batches, that over the last one, whose own `first` is the
+  // pass over the first one; or that over the first one.
   RecordedCalls(bool restores, bool keeps, std::shared_ptr<const RecordedCalls> first)
       : restores_(restores), keeps_(keeps), first_(std::move(first)) {}
+  pybind11::object run(const pybind11::function& body);
+  void end();
   void call(const c10::OperatorHandle& op, Stack* stack) override;
   void seed(const std::vector<uint64_t>&) {}
   void finish(const std::vector<at::Tensor>&) {}
   // (name, overload, arguments, results, whether it has drawn, for each tensor among the arguments
-  // the numbers of turns by which its first rows may be those of `first`, and the numbers of the
-  // calls that have returned the tensors; -1 for others)
+  // the numbers of turns by which its first rows may be those of `first`, the numbers of the calls
+  // that have returned the tensors, -1 for others, whether the rows of the results are those of
+  // the passes over one micro-batch, and the arguments that are no tensors, for SegmentedCalls)
   pybind11::list calls;
 
  private:
   pybind11::list compare_arguments(const Stack& stack, size_t count);
   pybind11::list find_sources(const Stack& stack, size_t count);
   void remember_results(const Stack& stack, size_t count);
-  // Lets the first micro-batch have the numbers that `first` has drawn.
+  // Lets the first and the last micro-batch have the numbers that their own passes have drawn.
   void repeat_draw(const Stack& stack);
+  bool compare_results(const Stack& stack, size_t count);
+  void note_draw(const at::Tensor& before, at::Tensor after);
+  void restore_generator();
+  struct Bits {
+    std::vector<int64_t> sizes;
+    uint64_t hash = 0;
+  };
   bool restores_, keeps_;
   std::shared_ptr<const RecordedCalls> first_;
   std::vector<std::vector<at::Tensor>> kept_;      // of each call
   std::unordered_map<int64_t, at::Tensor> drawn_;  // by the numbers of the calls
+  std::vector<std::vector<Bits>> results_;         // of each call; empty if not compared
+  at::Tensor first_state_, last_state_;            // of the generator, around all draws
+  bool has_other_draws_ = false;                   // which no operator has made
   TensorMap<int64_t> returned_;                    // by which call
 };
 
@@ -118,7 +136,9 @@ struct SegmentRule {
 
 class SegmentedCalls : public PassCalls {
  public:
-  using Expected = std::tuple<std::string, std::string, std::optional<SegmentRule>>;
+  // Its name, its overload, how it is called, and its arguments, as RecordedCalls notes them.
+  using Expected =
+      std::tuple<std::string, std::string, std::optional<SegmentRule>, pybind11::capsule>;
   SegmentedCalls(const std::vector<Expected>& calls, int64_t segments);
   void call(const c10::OperatorHandle& op, Stack* stack) override;
   void restart();
@@ -133,7 +153,12 @@ class SegmentedCalls : public PassCalls {
   void call_segments(const c10::OperatorHandle& op, const SegmentRule& rule, Stack* stack);
   void draw(const c10::OperatorHandle& op, const SegmentRule& rule, Stack* stack);
   void call_parts(const c10::OperatorHandle& op, Stack* stack);
-  std::vector<std::pair<c10::OperatorHandle, std::optional<SegmentRule>>> calls_;
+  struct Call {
+    c10::OperatorHandle op;
+    std::optional<SegmentRule> rule;
+    PlainArguments arguments;
+  };
+  std::vector<Call> calls_;
   size_t next_ = 0;
   int64_t segments_;
   std::vector<at::Generator> generators_;  // none if no operator draws
