@@ -756,6 +756,43 @@ def test_two_schedulers_of_an_optimizer_are_refused():
 
 
 @pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("a learning-rate scheduler of the SGD that ls.exact does not know", "scheduler"),
+        ("a GradScaler that ls.exact does not know", "stateful"),
+    ],
+)
+def test_what_a_resumed_run_would_begin_again_is_refused(tmp_path, monkeypatch, name, known):
+    monkeypatch.chdir(tmp_path)
+
+    def train(is_known):
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        scaler = torch.amp.GradScaler("cpu")
+        both = {"scheduler": scheduler, "stateful": {"scaler": scaler}}
+        saving = ls.CheckpointConfig(folder=tmp_path / f"run-{is_known}")
+        if not is_known:
+            del both[known]
+        exact = ls.exact(model, optimizer, 2, checkpoint=saving, loggers=[], **both)
+        try:
+            for batch in exact.batches(rows(8), 4):
+                for inputs, _ in batch:
+                    batch.backward(model(inputs).mean(), scaler=scaler)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                scheduler.step()
+        finally:
+            exact.finish("done" if is_known else "failed")
+
+    train(is_known=True)
+    with pytest.raises(UsageError, match=f"{name}.* would begin again"):
+        train(is_known=False)
+
+
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_is_one_sentence(mistake):
     loop = Mistakes()

@@ -143,6 +143,7 @@ class ExactBatch:
         index = loop.current.microbatch.index
         scaled = None
         if scaler is not None:
+            self._steps.require_saved(scaler)
             loop.step.may_overflow = True
             scaled = scaler.scale(loss)  # also without weight, since the first loss begins it
         if index == self._final:

@@ -192,6 +192,9 @@ def exact(
         has_optimizers=bool(optimizers),
     )
     engine = Engine(setup, parallel, options, update)
+    saved: list[Any] | None = None  # what is registered with a run that may be continued
+    if config is not None or membership() is not None:
+        saved = [*(objects if config is None else config.stateful).values()]
     steps = ScriptSteps(
         engine.steps,
         update,
@@ -199,7 +202,8 @@ def exact(
         setup.executor.parameters,
         gradients.sample if isinstance(gradients, ShardedGradients) else None,
         given.wrapper,
-        partial(_follow, optimization, ranks, bool(config) or membership() is not None),
+        partial(_follow, optimization, ranks, saved),
+        saved,
     )
     shards = None if given.mesh is None else given.mesh.shards
 
@@ -385,12 +389,30 @@ def _take_optimizer(optimizer: Optimizer, scheduler: Any = None) -> LearningRate
 
 
 def _follow(
-    optimization: Optimization, shards: int, is_resumable: bool, optimizer: Optimizer
+    optimization: Optimization, shards: int, saved: Sequence[Any] | None, optimizer: Optimizer
 ) -> None:
-    """Take part in the steps of an optimizer that steps for the first time."""
+    """Take part in the steps of an optimizer that steps for the first time.
+
+    Args:
+        optimization: The known optimizers.
+        shards: The number of ranks that share the model, or 0.
+        saved: The registered objects of a run that may be continued; None: it may not.
+        optimizer: The optimizer.
+    """
     if optimizer in optimization.optimizers:
+        number = optimization.optimizers.index(optimizer)
+        own = [optimization.schedules[number].scheduler, *(saved or [])]
+        # torch marks the step of an optimizer when a scheduler is made for it.
+        has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        is_known = any(getattr(each, "optimizer", None) is optimizer for each in own)
+        if saved is not None and has_scheduler and not is_known:
+            raise UsageError(
+                f"a learning-rate scheduler of the {type(optimizer).__name__} that ls.exact does "
+                "not know would begin again when the run is continued: pass it, as in "
+                "ls.exact(model, optimizer, scheduler=scheduler)"
+            )
         return
-    if is_resumable:
+    if saved is not None:
         raise UsageError(
             f"a {type(optimizer).__name__} that ls.exact does not know steps the model, and would "
             "be missing in checkpoints: pass all optimizers, as in ls.exact(model, [first, second])"

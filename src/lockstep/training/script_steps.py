@@ -56,6 +56,15 @@ DELAYED = (
 )
 
 
+NESTED = (
+    "a step was taken in the loop over the micro-batches of another handle, which has a different "
+    "number of them on each rank: take it after that loop"
+)
+
+_handles: weakref.WeakSet[ScriptSteps] = weakref.WeakSet()
+"""The steps of all handles, to find one that is taken inside of another."""
+
+
 class ScriptUpdate:
     """The update of a step whose optimizers the script calls.
 
@@ -88,6 +97,7 @@ class ScriptSteps:
             depend on the number of ranks; None if each rank has whole gradients.
         wrapper: The DistributedDataParallel around the model; None: there is none.
         follow: A function that is called with each optimizer of the model before its first step.
+        saved: The registered objects of a run that may be continued; None: it may not.
 
     Attributes:
         opened: The step that was begun and is not settled; None: there is none.
@@ -103,7 +113,9 @@ class ScriptSteps:
         sample: Callable[[], torch.Tensor] | None,
         wrapper: DistributedDataParallel | None,
         follow: Callable[[Optimizer], None],
+        saved: Sequence[Any] | None = None,
     ) -> None:
+        self._saved = saved
         self._operation = operation
         self._update = update
         self.weights = weights
@@ -118,10 +130,22 @@ class ScriptSteps:
         self._is_stepped = False  # an optimizer, since the gradients are complete
         self._is_delayed = False  # the step of an optimizer, until after a safe point
         self._entered = 0.0  # when an optimizer began its step
+        # The open steps of other nested loops when this one began, with their micro-batches.
+        self._around: list[tuple[OpenStep, object]] = []
+        _handles.add(self)
         self.opened: OpenStep | None = None
         self.is_complete = False
         self._watch_optimizers()
         self._keep_idle()
+
+    def require_saved(self, scaler: torch.amp.GradScaler) -> None:
+        """Raise UsageError if a continued run would begin with another scale than this one had."""
+        if self._saved is None or not scaler.is_enabled() or any(s is scaler for s in self._saved):
+            return
+        raise UsageError(
+            "a GradScaler that ls.exact does not know would begin again when the run is "
+            'continued: pass it, as in ls.exact(model, optimizer, stateful={"scaler": scaler})'
+        )
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -162,6 +186,11 @@ class ScriptSteps:
         self._keep_idle()
         self.is_complete = False
         self._is_stepped = self._is_delayed = False
+        self._around = [
+            (other.opened, other.opened.loop.current)
+            for other in _handles
+            if is_repeatable and other.opened is not None and other.opened.step.is_repeatable
+        ]
         self.opened = self._operation.open(is_repeatable=is_repeatable, keeps_work=is_repeatable)
         loop: MicrobatchLoop = self.opened.loop
         return loop
@@ -174,6 +203,11 @@ class ScriptSteps:
         """
         opened = self.opened
         assert opened is not None
+        around = self._around
+        self._around = []
+        for other, current in around:
+            if current is not None and other.loop.current is current:
+                self.fail(UsageError(f"{self.place}: {NESTED}"))
         try:
             is_prepared = opened.prepare()
         except BaseException:
