@@ -17,6 +17,7 @@ import functools
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import types
@@ -45,6 +46,9 @@ SAMPLES = 2
 """The samples that are computed per operator and dtype, those with the most elements."""
 
 SECONDS = 60
+
+MEMORY = 8 << 30
+"""The bytes that a process may allocate; a case that takes more fails, and not the machine."""
 
 Case = tuple[str, Callable[[], Any]]
 
@@ -359,6 +363,8 @@ def _compute(numbers: Sequence[int], entries: Sequence[Any], options: Any, conne
     import lockstep
 
     lockstep.init(portable=True)
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, most))
     signal.signal(signal.SIGALRM, _raise_late)
     for number in numbers:
         for name in options.dtypes:
