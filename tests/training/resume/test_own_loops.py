@@ -103,10 +103,14 @@ def test_steps_that_are_left_out_and_batches_that_are_trained_again_are_allowed(
 def test_a_registered_handle_has_no_open_loop_at_a_safe_point(tmp_path):
     other = Loop()
     loop = Loop(tmp_path / "run", other=other.exact)
-    with pytest.raises(UsageError, match=r"stateful\['other'\] iterates over batches of its own"):
+
+    def train_both():
         for batch, different in zip(loop.batches(), other.batches(), strict=True):
             loop.train(batch)
             other.train(different)
+
+    with pytest.raises(UsageError, match=r"stateful\['other'\] iterates over batches of its own"):
+        train_both()
     loop.exact.finish("failed")
     again = Loop(tmp_path / "again", other=other.exact)
     for batch in again.batches():
