@@ -192,10 +192,12 @@ def _disagreement(
 ) -> DisagreementError:
     listed = [f"on rank {r}, {remark}" for r, remark in remarks]
     explained = f" ({'; '.join(listed)})" if listed else ""
-    return DisagreementError(
+    error = DisagreementError(
         f"rank {rank} is {about} while rank 0 is {first}: make the same calls on every "
         f"rank, with the same arguments{explained}"
     )
+    error.cause = listed[0] if listed else ""
+    return error
 
 
 def _gather_pages(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

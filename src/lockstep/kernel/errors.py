@@ -71,7 +71,13 @@ class RendezvousError(WorkError):
 
 
 class DisagreementError(WorkError):
-    """The ranks hold different models, data or settings."""
+    """The ranks hold different models, data or settings.
+
+    `cause` is the earlier failure of a rank, after which the ranks made different calls; "" if none
+    is known.
+    """
+
+    cause: str = ""
 
 
 class FileError(WorkError):

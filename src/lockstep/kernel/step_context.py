@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lockstep.kernel.batch import Batch, Microbatch
+from lockstep.kernel.errors import DisagreementError
 from lockstep.kernel.layout import StepLayout
 
 __all__ = [
@@ -96,10 +97,16 @@ class Attempt:
     is_agreed: bool = False
 
     def fail(self, error: BaseException) -> None:
-        """Note that this attempt raised `error`."""
+        """Note that this attempt raised `error`, or the first failure of several in succession.
+
+        A script that catches the first one gets others, since its ranks then make different calls.
+        """
         kind = type(error).__name__
         first = (str(error).splitlines() or [""])[0]
-        self.failure = f"attempt {self.number}, at step {self.step}, raised {kind}: {first}"
+        failure = f"attempt {self.number}, at step {self.step}, raised {kind}: {first}"
+        if isinstance(error, DisagreementError) and error.cause:
+            failure = f"attempt {self.number} came after a failure {error.cause}"
+        self.failure = self.previous_failure or failure
 
     def __str__(self) -> str:
         """Return the description that every exchange of the attempt compares."""
