@@ -50,6 +50,9 @@ SECONDS = 60
 MEMORY = 8 << 30
 """The bytes that a process may allocate; a case that takes more fails, and not the machine."""
 
+WRITTEN = {"_ctc_loss.default": 1, "_ctc_loss.Tensor": 1}
+"""The number of results that torch writes completely: the second one is for the gradient only."""
+
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -101,6 +104,8 @@ class ThreadComparison(TorchDispatchMode):
             copies = tree_map(_copy, (tuple(args), dict(kwargs)))
             torch.set_num_threads(threads)
             results = func(*copies[0], **copies[1])
+            if name in WRITTEN:
+                results = results[: WRITTEN[name]]
             found = [_read(leaf) for leaf in tree_leaves((results, copies))]
             if expected is None:
                 expected = found
