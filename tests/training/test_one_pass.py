@@ -221,6 +221,9 @@ DRAWING = {
     "noise": lambda: on_features(lambda model, x: x + torch.rand_like(x)),
     "a sample of a distribution": lambda: on_features(sample),
     "numbers for the rows": lambda: on_features(lambda model, x: x * torch.rand(len(x), 1)),
+    "numbers in given memory": lambda: on_features(
+        lambda model, x: x + torch.rand(x.shape, out=torch.empty_like(x))
+    ),
     "paths that are dropped": lambda: on_features(drop_paths),
 }
 JOINED |= SHARED | TIME_FIRST | DRAWING

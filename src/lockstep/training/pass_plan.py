@@ -54,7 +54,8 @@ FACTORIES = frozenset(
 
 UNSET = frozenset(
     """
-    arange empty empty_like empty_permuted empty_strided new_empty new_empty_strided
+    arange empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize
+    resize_as
     """.split()  # noqa: SIM905
 )
 """Operators that return memory as it is, or positions, which are not compared."""
