@@ -46,15 +46,17 @@ from lockstep.training.grouped_passes import PassResults
 from lockstep.training.pass_attempt import (
     Attempt,
     Pass,
-    RecordedPass,
     cut_rows,
     describe_shapes,
     join_gradients,
+    list_names,
+    list_reads,
+    make_recorded,
     run_from_roots,
+    take_calls,
 )
 from lockstep.training.pass_plan import (
     CannotJoin,
-    NotedCall,
     PassPlan,
     count_bytes,
     plan_passes,
@@ -410,7 +412,7 @@ class OnePass:
         if alone is None:
             alone = trial.record(group[:1])
             yield alone
-        one = _take_calls(alone)
+        one = take_calls(alone)
         self.clear(trial.buffers)
         shapes = self._shapes[group[0].index]
         self._bytes[shapes] = count_bytes(one[0])
@@ -421,14 +423,14 @@ class OnePass:
         if last is None:
             last = trial.record(group[-1:], first=alone)
             yield last
-        if _list_names(_take_calls(last)) != _list_names(one):
+        if list_names(take_calls(last)) != list_names(one):
             raise CannotJoin("other operators are called for another micro-batch")
         self.clear(trial.buffers)
         together = trial.record(group, first=alone, last=last)
         yield together
-        several = _take_calls(together)
+        several = take_calls(together)
         self.clear(trial.buffers)
-        if _list_reads(together) != _list_reads(alone):
+        if list_reads(together) != list_reads(alone):
             raise CannotJoin("values of samples are read by numpy() or tolist()")
         rule = load_native().SegmentRule
         plan = plan_passes(one, several, len(group), group[0].size, rule)
@@ -568,8 +570,8 @@ class Trial:
         backward: Any = first.backward if first and last else None
         return self.attempt(
             group,
-            _make_recorded(restores, keeps=False, first=forward),
-            _make_recorded(restores, keeps=first is None, first=backward),
+            make_recorded(restores, keeps=False, first=forward),
+            make_recorded(restores, keeps=first is None, first=backward),
         )
 
     def list_passes(self) -> Iterator[Attempt]:
@@ -607,25 +609,3 @@ class OnePassNotes(StepHook):
 
 def _add_lists(left: GradientList, right: GradientList) -> GradientList:
     return [*map(add_present, left, right)]
-
-
-def _make_recorded(restores: bool, *, keeps: bool, first: RecordedPass | None) -> RecordedPass:
-    calls = None if first is None else first.recorded
-    return RecordedPass(load_native().RecordedCalls(restores=restores, keeps=keeps, first=calls))
-
-
-def _take_calls(recorded: Attempt) -> list[list[NotedCall]]:
-    """Return the operators of the forward and the backward pass."""
-    recorded.take()
-    passes: list[Any] = [recorded.forward, recorded.backward]
-    return [[NotedCall(*call) for call in one.recorded.calls] for one in passes]
-
-
-def _list_reads(recorded: Attempt) -> list[tuple[str, torch.Size]]:
-    forward: Any = recorded.forward
-    reads: list[tuple[str, torch.Size]] = forward.reads
-    return reads
-
-
-def _list_names(passes: Sequence[Sequence[NotedCall]]) -> list[list[tuple[str, str]]]:
-    return [[(call.name, call.overload) for call in calls] for calls in passes]

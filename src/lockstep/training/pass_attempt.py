@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lockstep.comm.native_module import load_native
 from lockstep.data.microbatch import map_tensors
 from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.step_context import StepContext
 from lockstep.model.loss_root import run_backward
 from lockstep.training.grouped_passes import PassResults
-from lockstep.training.pass_plan import CannotJoin
+from lockstep.training.pass_plan import CannotJoin, NotedCall
 
 __all__ = [
     "Attempt",
@@ -25,7 +26,11 @@ __all__ = [
     "cut_rows",
     "describe_shapes",
     "join_gradients",
+    "list_names",
+    "list_reads",
+    "make_recorded",
     "run_from_roots",
+    "take_calls",
 ]
 
 READS = ("numpy", "tolist")
@@ -230,3 +235,28 @@ def run_from_roots(roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         run_backward(*roots[0], retain_graph=False)
     else:
         torch.autograd.backward([one for one, _ in roots], [gradient for _, gradient in roots])
+
+
+def make_recorded(restores: bool, *, keeps: bool, first: RecordedPass | None) -> RecordedPass:
+    """Return a pass whose operators are recorded, as `RecordedCalls` describes."""
+    calls = None if first is None else first.recorded
+    return RecordedPass(load_native().RecordedCalls(restores=restores, keeps=keeps, first=calls))
+
+
+def take_calls(recorded: Attempt) -> list[list[NotedCall]]:
+    """Return the operators of the forward and the backward pass."""
+    recorded.take()
+    passes: list[Any] = [recorded.forward, recorded.backward]
+    return [[NotedCall(*call) for call in one.recorded.calls] for one in passes]
+
+
+def list_reads(recorded: Attempt) -> list[tuple[str, torch.Size]]:
+    """Return what the forward pass has read without an operator."""
+    forward: Any = recorded.forward
+    reads: list[tuple[str, torch.Size]] = forward.reads
+    return reads
+
+
+def list_names(passes: Sequence[Sequence[NotedCall]]) -> list[list[tuple[str, str]]]:
+    """Return the names of operators, with their overloads."""
+    return [[(call.name, call.overload) for call in calls] for calls in passes]
