@@ -363,5 +363,5 @@ def step_a_scheduler_in_the_loop():
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_settings_that_change_after_the_only_micro_batch_are_refused(ranks, n):
-    with pytest.raises(ls.LockstepError, match="lr is 0.05 after the last micro-batch, and was"):
+    with pytest.raises(ls.LockstepError, match=r"lr is 0\.05 after the last micro-batch, and was"):
         ranks(step_a_scheduler_in_the_loop, n)

@@ -85,6 +85,7 @@ class ScriptUpdate:
         """Do nothing: the script has stepped its optimizers."""
 
 
+# It has many attributes: what torch's hooks of optimizers tell it between two calls of the loop.
 class ScriptSteps:
     """The steps of one handle of `ls.exact`.
 
