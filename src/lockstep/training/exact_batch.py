@@ -40,6 +40,7 @@ class ExactBatch:
         indices: The indices of its samples in the dataset, int64, for a map-style dataset; None
             for others.
         is_together: Whether several micro-batches may be yielded at once.
+        is_passed: Whether the script has requested the next batch.
     """
 
     def __init__(self, batch: Batch, steps: ScriptSteps, is_together: bool = False) -> None:
@@ -55,16 +56,13 @@ class ExactBatch:
         self._summary: StatusSummary | None = None  # after the iteration
         self._norm = 0.0
         self._final = -1  # the micro-batch whose only backward has run
-        self._is_begun = self._is_passed = False
-
-    def note_passed(self) -> None:
-        """Note that the script has requested the next batch."""
-        self._is_passed = True
+        self._is_begun = False
+        self.is_passed = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the data of this rank's micro-batches, one after another or several at once."""
         steps = self._steps
-        if self._is_passed and not self._is_begun and steps.is_logged:
+        if self.is_passed and not self._is_begun and steps.is_logged:
             raise UsageError(
                 f"{steps.place}: batch {self.number} of epoch {self.epoch} is trained after the "
                 "next one was requested, and a resumed run would lose it: train on each batch "
@@ -250,7 +248,7 @@ class ExactBatches:
             finally:
                 # Also after `break`: the step of the last batch has been taken.
                 self._steps.settle()
-            given.note_passed()
+            given.is_passed = True
             self._steps.pass_batch()
 
     @property

@@ -127,13 +127,15 @@ class HyperparameterCheck(StepHook):
 
     def status(self, step: StepContext) -> str:
         """Return a hash of the settings; "" if there is only one rank."""
-        if self._is_loop and self._step is step and self._first >= 0 and step.failure is None:
+        is_noted = self._is_loop and self._step is step and self._first >= 0 and not step.failure
+        is_alone = dist.get_world_size(self._group) == 1
+        if is_alone and not is_noted:
+            return ""
+        settings = [*self._read(), *self._read_options()]
+        if is_noted and (settings != self._noted or step.attempt.number < FIRST):
             # With one micro-batch on each rank, no backward pass follows the change.
             self._compare(step, "after the last micro-batch")
-        if dist.get_world_size(self._group) == 1:
-            return ""
-        settings = repr([self._read(), self._read_options()])
-        return xxhash.xxh3_64_hexdigest(settings.encode())
+        return "" if is_alone else xxhash.xxh3_64_hexdigest(repr(settings).encode())
 
     def merge(self, left: str | None, right: str | None) -> str | None:
         """Return the hash of two ranges of ranks; None if they differ."""
