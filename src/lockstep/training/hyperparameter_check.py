@@ -112,8 +112,8 @@ class HyperparameterCheck(StepHook):
         versions = self._read_versions() if step.attempt.number < FIRST else []
         if versions != self._versions:
             step.refuse(
-                f"optimizer.state is another {place} than in micro-batch {self._first} of the same "
-                f"batch. {ADVICE}"
+                "optimizer.state was written between the micro-batches of a batch: it is another "
+                f"{place} than in micro-batch {self._first}. {ADVICE}"
             )
         if settings == self._noted or step.refusal:
             return
