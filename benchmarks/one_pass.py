@@ -222,6 +222,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=12)
     given = parser.parse_args()
+    if given.rounds < 2:
+        parser.error("--rounds must be at least 2: the quartiles of one are not known")
     times = measure(given.ranks, given.microbatches, given.rounds)
     first = next(iter(times.values()))
     print(f"{describe_machine()}\n")

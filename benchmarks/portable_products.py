@@ -1,6 +1,7 @@
 """The price of portable bits: products of matrices and steps of training in three settings.
 
-    python -m benchmarks.portable_products [CASE ...]    writes benchmarks/portable_products.md
+    python -m benchmarks.portable_products [CASE ...]    without cases, writes the page of all:
+        portable_products.md, or portable_products_avx2.md on a processor without AVX-512
 
 `default` is torch as it starts. `compatible` sets the variables of portable mode only, so MKL
 computes the products. `portable` also replaces them by Lockstep's. The settings must be made before
@@ -192,6 +193,8 @@ def main() -> None:
         work(sys.argv[2])
         return
     cases = sys.argv[1:] or CASES
+    if unknown := [case for case in cases if case not in CASES]:
+        sys.exit(f"there is no case {unknown[0]!r}; the cases are: {', '.join(CASES)}")
     rows = compare(cases)
     if len(sys.argv) > 1:
         return
@@ -199,13 +202,15 @@ def main() -> None:
 
     from lockstep.record.run_environment import processor_name
 
+    capability = torch.backends.cpu.get_cpu_capability()
     page = PAGE.format(
         rows="\n".join(rows),
         rounds=ROUNDS,
-        machine=f"{processor_name()} ({torch.backends.cpu.get_cpu_capability()})",
+        machine=f"{processor_name()} ({capability})",
         torch=torch.__version__,
     )
-    (HERE / "portable_products.md").write_text(page)
+    name = "portable_products_avx2" if capability == "AVX2" else "portable_products"
+    (HERE / f"{name}.md").write_text(page)
 
 
 if __name__ == "__main__":
