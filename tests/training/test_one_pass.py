@@ -795,7 +795,8 @@ def describe_outcome(training, drawn, leg, folder):
 
 
 @pytest.mark.parametrize(
-    ("first", "last"), [(4, 6), pytest.param(0, 100, marks=pytest.mark.stress)]
+    ("first", "last"),
+    [(4, 6), pytest.param(0, 100, marks=[pytest.mark.stress, pytest.mark.timeout(600)])],
 )
 def test_random_trainings_have_the_bits_of_separate_passes(first, last):
     different, passes = on_portable_ranks(lambda: train_at_random(range(first, last)))[0]
