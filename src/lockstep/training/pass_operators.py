@@ -12,7 +12,9 @@ __all__ = [
     "VIEWS",
 ]
 
-# The names of operators are the words of texts, which SIM905 would have as lists of strings: pages.
+# The names are the words of texts: as lists of strings they would fill pages.
+# ruff: noqa: SIM905
+
 VIEWS = frozenset(
     # The last two are of gradients: copies among zeros.
     """
@@ -20,7 +22,7 @@ VIEWS = frozenset(
     permute reshape select slice split split_with_sizes squeeze swapaxes t transpose unbind
     unflatten unfold unsqueeze view view_as _reshape_alias _unsafe_view
     select_backward slice_backward
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Operators that copy elements, so that those of a sum are the sum of those of its terms."""
 
@@ -28,7 +30,7 @@ FACTORIES = frozenset(
     """
     empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like
     zeros_like
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Operators whose results do not depend on the elements of a tensor."""
 
@@ -36,7 +38,7 @@ UNSET = frozenset(
     """
     arange empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize
     resize_as
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Operators that return memory as it is, or positions, which are not compared."""
 
@@ -44,7 +46,7 @@ SIZED_BY_VALUES = frozenset(
     """
     argwhere bincount masked_scatter masked_select nonzero nonzero_numpy nonzero_static
     unique_consecutive unique_dim unique_dim_consecutive _pack_padded_sequence _unique _unique2
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Operators whose results have as many elements as the values of tensors say. That there are equal
 numbers for all micro-batches in one step does not mean that there are in the next one."""
@@ -52,7 +54,7 @@ numbers for all micro-batches in one step does not mean that there are in the ne
 CONVOLUTIONS = frozenset(
     """
     _convolution conv1d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Convolutions that add up products in another order for a single sample."""
 
@@ -91,7 +93,7 @@ BY_ROW = """
 DRAWS = frozenset(
     """
     bernoulli cauchy exponential geometric log_normal multinomial normal poisson random uniform
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Operators that draw the numbers of one row after the other from a generator that they are given.
 What else draws is found by the state of the default generator."""
