@@ -188,11 +188,6 @@ class RunCheckpoints:
         hold_run(self.run_folder)
 
     @property
-    def is_writer(self) -> bool:
-        """Whether this is rank 0."""
-        return self._parallel.rank == 0
-
-    @property
     def stateful(self) -> Mapping[str, Stateful]:
         """The registered objects by name."""
         return self._config.stateful

@@ -235,7 +235,8 @@ class SafePoints(StepHook):
         try:
             if state == "done" and checkpoints.is_open:
                 self._position.log.require_finished()
-                if (opened := self._position.log.describe_open()) and checkpoints.is_writer:
+                opened = self._position.log.describe_open()
+                if opened and self._position.state.parallel.rank == 0:
                     log(opened)
                 if not self._position.end():
                     self._record_end(checkpoints)
