@@ -1,6 +1,6 @@
 """Lists the CPU operators whose bits depend on the number of intra-op threads, in portable mode.
 
-    python dev/thread_operators.py [--out FILE] [--dtypes ...] [--names ...]
+    python dev/thread_operators.py [--out FILE] [--dtypes ...] [--names ...] [--samples N]
 
 It calls every operator of torch's own database of samples (`OpInfo`) in float32, float64 and
 bfloat16, forward and backward, and compositions of layers (`LAYERS`). A dispatch mode executes each
@@ -32,6 +32,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep.launcher.kernel_variables import OF_TORCH, find_missing_variables
+
 THREADS = (1, 2, 3, 4, 8)
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -43,7 +45,8 @@ MOST = 250_000
 """The elements of the tensors of a sample; those with more take too long."""
 
 SAMPLES = 2
-"""The samples that are computed per operator and dtype, those with the most elements."""
+"""The samples that are computed per operator and dtype, those with the most elements, unless
+`--samples` says more: some operators are divided for any number of elements."""
 
 SECONDS = 60
 
@@ -180,8 +183,8 @@ def _repeat(values: Any, size: int, times: int) -> Any:
     return tree_map(enlarge, values)
 
 
-def find_cases(entry: Any, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield calls of an entry of the database, each with samples large enough to be divided."""
+def find_cases(entry: Any, dtype: torch.dtype, count_samples: int = SAMPLES) -> Iterator[Case]:
+    """Yield calls of an entry of the database, first those large enough to be divided."""
     has_gradient = entry.supports_autograd and dtype in entry.supported_backward_dtypes("cpu")
     samples = list(entry.sample_inputs("cpu", dtype, requires_grad=has_gradient))
     kept: dict[str, Any] = {}
@@ -198,7 +201,7 @@ def find_cases(entry: Any, dtype: torch.dtype) -> Iterator[Case]:
             kept.setdefault(f"{key} repeated", repeated)
         kept.setdefault(key, values)
     largest = sorted(kept, key=lambda key: _count(kept[key]) < 32_768)
-    for key in largest[: SAMPLES * 2]:
+    for key in largest[: count_samples * 2]:
         yield f"{entry.formatted_name} {key}", _make_call(entry, kept[key])
     if type(entry).__name__ == "UnaryUfuncInfo":
         yield from _find_unary(entry, dtype, has_gradient)
@@ -376,7 +379,11 @@ def _compute(numbers: Sequence[int], entries: Sequence[Any], options: Any, conne
             dtype = getattr(torch, name)
             if number >= 0 and dtype not in entries[number].supported_dtypes("cpu"):
                 continue
-            cases = find_layers(dtype) if number < 0 else find_cases(entries[number], dtype)
+            cases = (
+                find_layers(dtype)
+                if number < 0
+                else find_cases(entries[number], dtype, options.samples)
+            )
             found: dict[str, Any] = {"compared": [], "differing": {}, "failed": {}}
             signal.alarm(SECONDS * (10 if number < 0 else 1))
             try:
@@ -433,10 +440,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
     parser.add_argument("--dtypes", nargs="+", default=DTYPES)
     parser.add_argument("--names", nargs="+", default=())
+    parser.add_argument("--samples", type=int, default=SAMPLES)
     options = parser.parse_args()
     if "OMP_WAIT_POLICY" not in os.environ:
         # Otherwise threads that wait use the cores of those that compute. torch has read it.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ |= find_missing_variables(os.environ, OF_TORCH)  # the database computes
         os.execv(sys.executable, [sys.executable, *sys.argv])
     total = enumerate_operators(options)
     print(f"{len(total['compared'])} operators were compared; differing:")

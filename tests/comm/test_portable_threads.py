@@ -27,7 +27,7 @@ def portable() -> Iterator[None]:
     threads = torch.get_num_threads()
     use_portable_products()
     yield
-    use_portable_products(False)
+    use_portable_products()
     torch.set_num_threads(threads)
 
 
@@ -283,3 +283,49 @@ def test_a_loss_divides_by_all_elements(name):
     torch.set_num_threads(3)
     for found, right in zip(compute(), compute(torch.float64), strict=True):
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [35, 36, 39, 40, 68, 80, 100])
+def test_a_last_part_of_few_columns_is_added_as_in_the_whole(columns, dtype):
+    """torch gives the last thread what is left after multiples of 128 bytes."""
+    rows = 40_000 // columns
+    layers = make(4, rows, columns, dtype=dtype)
+    forms = [(layers[0], 0), (layers, (0, 1)), (layers, 1), (layers[..., None], (0, 1, 3))]
+    forms += [(layers[0].T, 1), (layers[:1, :, :1].expand(4, rows, columns), 1)]
+    for x, dim in forms:
+        for reduce in (torch.sum, torch.mean, torch.nansum):
+            for threads in (8, 16):
+                torch.set_num_threads(1)
+                expected = read(reduce(x, dim))
+                torch.set_num_threads(threads)
+                assert read(reduce(x, dim)) == expected, (x.shape, dim, threads)
+
+
+@pytest.mark.parametrize("shape", [(3, 32), (300, 7), (40, 5, 1, 1)])
+def test_batch_norm_of_one_number_per_channel_does_not_depend_on_threads(shape):
+    x = make(*shape).requires_grad_()
+    weight = make(shape[1], seed=1)
+
+    def compute():
+        result = F.batch_norm(x, None, None, weight, weight, training=True)
+        return result, torch.autograd.grad(result, x, make(*shape, seed=2))
+
+    assert not find_differing(compute)
+
+
+def test_rows_of_one_number_are_divided():
+    x = make(70_001, 1).requires_grad_()
+
+    def compute():
+        result = F.log_softmax(x, 1)
+        return result, torch.autograd.grad(result, x, torch.ones_like(result))
+
+    assert not find_differing(compute)
+
+
+def test_grouped_convolutions_do_not_depend_on_threads():
+    x = make(4, 6, 5, seed=1).requires_grad_()
+    weight = make(6, 2, 3, 2, seed=2)
+    assert not find_differing(lambda: F.conv2d(x, weight, groups=2))
+    assert not find_differing(lambda: F.softshrink(make(67, 1031)[:, 1:1000]))

@@ -25,6 +25,7 @@
 
 namespace lockstep {
 
+constexpr int64_t kPiece = 1 << 14;   // elements to copy for which a thread is worth starting
 constexpr int64_t kColumns = 512;     // of a matrix of patches
 constexpr int64_t kMatrix = 1 << 17;  // elements of a matrix, which then stays in the L2 cache
 constexpr int64_t kLine = 64;         // elements of a line of interleaved images, at least
@@ -77,6 +78,13 @@ static std::optional<ConvolutionShape> find_shape(const Tensor& input, const Ten
     (i ? shape.columns : shape.rows) = room / shape.stride[i] + 1;
   }
   return shape;
+}
+
+// How many of some equal tasks a thread takes at least.
+static int64_t find_grain(const ConvolutionShape& shape, int64_t tasks) {
+  const int64_t work = shape.images * shape.positions() * shape.outputs * shape.channels *
+                       shape.taps() / std::max<int64_t>(1, tasks);
+  return std::max<int64_t>(1, kParallelWork / std::max<int64_t>(1, work));
 }
 
 // The result positions of some images, or some rows of one.
@@ -197,7 +205,8 @@ static void convolve_without_padding(const ConvolutionShape& shape, int64_t toge
   const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
   const int64_t pixels = shape.pixels();
   const std::vector<uint64_t> reach = find_reach(shape);
-  run_parallel((shape.images + together - 1) / together, 1, [&](int64_t number) {
+  const int64_t groups = (shape.images + together - 1) / together;
+  run_parallel(groups, find_grain(shape, groups), [&](int64_t number) {
     const int64_t first = number * together, images = std::min(together, shape.images - first);
     const int64_t columns = positions * images;
     const int64_t block = std::max<int64_t>(1, kMatrix / (columns * shape.taps()));
@@ -234,7 +243,8 @@ static void convolve(const ConvolutionShape& shape, const T* input, const T* wei
     return convolve_without_padding(shape, together, input, weight, result);
   const std::vector<Part> parts = divide(shape);
   const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
-  run_parallel(static_cast<int64_t>(parts.size()), 1, [&](int64_t number) {
+  const auto tasks = static_cast<int64_t>(parts.size());
+  run_parallel(tasks, find_grain(shape, tasks), [&](int64_t number) {
     const Part& part = parts[static_cast<size_t>(number)];
     const int64_t columns = part.columns(shape);
     T* place = result + part.image * shape.outputs * positions + part.row * shape.columns;
@@ -274,7 +284,8 @@ static void compute_weight_gradient(const ConvolutionShape& shape, const T* grad
   const std::vector<Part> parts = divide(shape);
   const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
   const int64_t block = divide_channels(shape, 1, kMatrix / (kColumns * shape.taps()));
-  run_parallel((shape.channels + block - 1) / block, 1, [&](int64_t number) {
+  const int64_t blocks = (shape.channels + block - 1) / block;
+  run_parallel(blocks, find_grain(shape, blocks), [&](int64_t number) {
     const int64_t channel = number * block, channels = std::min(block, shape.channels - channel);
     for (const Part& part : parts) {
       const int64_t columns = part.columns(shape);
@@ -327,13 +338,14 @@ static void add_to_pixels(const ConvolutionShape& shape, int64_t together, const
   const int64_t blocks = (shape.channels + block - 1) / block;
   // [tap][output][channel]
   const std::unique_ptr<T[]> by_tap(new T[taps * shape.outputs * shape.channels]);
-  run_parallel(shape.outputs, 1, [&](int64_t output) {
+  const int64_t few = std::max<int64_t>(1, kPiece / (shape.channels * taps));
+  run_parallel(shape.outputs, few, [&](int64_t output) {
     for (int64_t channel = 0; channel < shape.channels; ++channel)
       for (int64_t tap = 0; tap < taps; ++tap)
         by_tap[(tap * shape.outputs + output) * shape.channels + channel] =
             weight[(output * shape.channels + channel) * taps + tap];
   });
-  run_parallel(groups * blocks, 1, [&](int64_t number) {
+  run_parallel(groups * blocks, find_grain(shape, groups * blocks), [&](int64_t number) {
     const int64_t first = number / blocks * together, channel = number % blocks * block;
     const int64_t channels = std::min(block, shape.channels - channel);
     const int64_t images = std::min(together, shape.images - first);
@@ -380,7 +392,7 @@ static void compute_input_gradient(const ConvolutionShape& shape, const T* gradi
   const int64_t block =
       divide_channels(shape, groups, kMatrix / (together * positions * shape.taps()));
   const int64_t blocks = (shape.channels + block - 1) / block;
-  run_parallel(groups * blocks, 1, [&](int64_t number) {
+  run_parallel(groups * blocks, find_grain(shape, groups * blocks), [&](int64_t number) {
     const int64_t first = number / blocks * together, channel = number % blocks * block;
     const int64_t channels = std::min(block, shape.channels - channel);
     const Part part{first, std::min(together, shape.images - first), 0, shape.rows};
@@ -424,18 +436,31 @@ static Tensor with_channels_last(const Tensor& plain) {
   return copied.copy_(plain);
 }
 
+// Whether oneDNN would need instructions that portable bits leave out: without them it takes some
+// 100 times as long. These types are computed in float32.
+static bool is_short(const Tensor& input, const Tensor& weight) {
+  const at::ScalarType type = input.scalar_type();
+  return (type == at::kBFloat16 || type == at::kHalf) && weight.scalar_type() == type &&
+         input.device().is_cpu() && weight.device().is_cpu() && input.layout() == at::kStrided &&
+         weight.layout() == at::kStrided;
+}
+
 static Tensor convolution(const Tensor& input, const Tensor& weight,
                           const std::optional<Tensor>& bias, IntArrayRef stride,
                           IntArrayRef padding, IntArrayRef dilation, bool transposed,
                           IntArrayRef output_padding, int64_t groups) {
-  const auto shape = find_shape(input, weight, {stride, padding, dilation, transposed, groups});
   const bool has_bias = bias && bias->defined();
+  if (is_short(input, weight) && (!has_bias || bias->scalar_type() == input.scalar_type())) {
+    std::optional<Tensor> wide_bias;
+    if (has_bias) wide_bias = bias->to(at::kFloat);
+    return lockstep::convolution(input.to(at::kFloat), weight.to(at::kFloat), wide_bias, stride,
+                                 padding, dilation, transposed, output_padding, groups)
+        .to(input.scalar_type());
+  }
+  const auto shape = find_shape(input, weight, {stride, padding, dilation, transposed, groups});
   if (!shape || (has_bias && (bias->dim() != 1 || bias->size(0) != shape->outputs ||
                               bias->scalar_type() != input.scalar_type()))) {
-    // The others divide sums among threads, except 2D ones in which a thread computes whole
-    // results.
-    std::optional<OneThread> guard;
-    if (input.dim() != 4 || transposed) guard.emplace();
+    const OneThread guard;  // oneDNN may divide sums among threads
     return at::compositeexplicitautograd::convolution(input, weight, bias, stride, padding,
                                                       dilation, transposed, output_padding, groups);
   }
@@ -457,6 +482,16 @@ static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     at::OptionalIntArrayRef bias_sizes, IntArrayRef stride, IntArrayRef padding,
     IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups,
     std::array<bool, 3> output_mask) {
+  if (is_short(input, weight) && gradient.scalar_type() == input.scalar_type()) {
+    const at::ScalarType type = input.scalar_type();
+    auto [of_input, of_weight, of_bias] = lockstep::convolution_backward(
+        gradient.to(at::kFloat), input.to(at::kFloat), weight.to(at::kFloat), bias_sizes, stride,
+        padding, dilation, transposed, output_padding, groups, output_mask);
+    const auto narrow = [type](const Tensor& wide) {
+      return wide.defined() ? wide.to(type) : wide;
+    };
+    return {narrow(of_input), narrow(of_weight), narrow(of_bias)};
+  }
   const auto shape = find_shape(input, weight, {stride, padding, dilation, transposed, groups});
   if (!shape || gradient.scalar_type() != input.scalar_type() || gradient.is_neg() ||
       gradient.sizes() !=

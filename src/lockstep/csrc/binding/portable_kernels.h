@@ -26,6 +26,8 @@ void use_portable_kernels(bool enabled, const std::string& kernels);
 // The set in use.
 const Gemm& portable_gemm();
 
+constexpr int64_t kParallelWork = 1 << 17;  // multiply-adds for which a thread is worth starting
+
 // Calls body(i) for i in 0 .. count-1 on torch's threads, each at least `grain` times.
 void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t)>& body);
 

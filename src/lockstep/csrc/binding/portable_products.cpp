@@ -14,8 +14,7 @@
 
 namespace lockstep {
 
-constexpr int64_t kParallelWork = 1 << 17;  // multiply-adds for which a thread is worth starting
-constexpr int64_t kLeastBlock = 64;         // rows or columns; smaller blocks pack too much
+constexpr int64_t kLeastBlock = 64;  // rows or columns; smaller blocks pack too much
 
 // ---- products of tensors ----
 
@@ -160,6 +159,9 @@ static bool try_multiply(const at::Tensor* c, const at::Tensor& a, const at::Ten
 
 // ---- the kernels ----
 
+// What is not covered, such as complex numbers and float16, torch computes in one thread: BLAS
+// divides the terms of a sum.
+
 using at::Scalar;
 using at::Tensor;
 
@@ -169,16 +171,19 @@ using at::Tensor;
                      const Scalar& alpha) {                                                    \
     Tensor result;                                                                             \
     if (try_multiply(&self, a, b, beta, alpha, DIMENSIONS, result)) return result;             \
+    const OneThread guard;                                                                     \
     return at::cpu::NAME(self, a, b, beta, alpha);                                             \
   }                                                                                            \
   static Tensor& NAME##_out(const Tensor& self, const Tensor& a, const Tensor& b,              \
                             const Scalar& beta, const Scalar& alpha, Tensor& out) {            \
     if (try_multiply(&self, a, b, beta, alpha, DIMENSIONS, out)) return out;                   \
+    const OneThread guard;                                                                     \
     return at::cpu::NAME##_outf(self, a, b, beta, alpha, out);                                 \
   }                                                                                            \
   static Tensor& NAME##_in_place(Tensor& self, const Tensor& a, const Tensor& b,               \
                                  const Scalar& beta, const Scalar& alpha) {                    \
     if (try_multiply(&self, a, b, beta, alpha, DIMENSIONS, self, true)) return self;           \
+    const OneThread guard;                                                                     \
     return at::cpu::NAME##_(self, a, b, beta, alpha);                                          \
   }
 
@@ -186,10 +191,12 @@ using at::Tensor;
   static Tensor NAME(const Tensor& a, const Tensor& b) {                      \
     Tensor result;                                                            \
     if (try_multiply(nullptr, a, b, 0, 1, DIMENSIONS, result)) return result; \
+    const OneThread guard;                                                    \
     return at::cpu::NAME(a, b);                                               \
   }                                                                           \
   static Tensor& NAME##_out(const Tensor& a, const Tensor& b, Tensor& out) {  \
     if (try_multiply(nullptr, a, b, 0, 1, DIMENSIONS, out)) return out;       \
+    const OneThread guard;                                                    \
     return at::cpu::NAME##_outf(a, b, out);                                   \
   }
 

@@ -73,8 +73,9 @@ class Arguments {
 
 enum class When {
   always,
-  one_result,   // if all dimensions are reduced: otherwise a thread computes whole results
-  not_in_order  // if the first tensor is not contiguous, as with the channels last
+  one_result,    // if all dimensions are reduced: otherwise a thread computes whole results
+  sum,           // as before, and if a thread could get fewer columns than fill a vector
+  channels_last  // if a tensor is not contiguous, or has one number per channel, which is both
 };
 
 static bool reduces_all(const Arguments& arguments, const Tensor& input) {
@@ -94,6 +95,30 @@ static bool reduces_all(const Arguments& arguments, const Tensor& input) {
   return kept <= 1;
 }
 
+// Returns whether the division among threads may decide how a column is added.
+//
+// torch gives each thread columns that lie side by side, in multiples of 128 bytes, and the last
+// one the rest. Columns that do not fill a vector are added four at a time, in another order than
+// the last columns of a wider part. Up to three are added one by one in both cases. Tensors of
+// other layouts are divided in other ways.
+static bool divides_columns(const Arguments& arguments, const Tensor& input) {
+  if (reduces_all(arguments, input) || !input.is_contiguous()) return true;
+  const c10::IValue& dim = arguments[*arguments.find("dim")];
+  const std::vector<int64_t> reduced =
+      dim.isInt() ? std::vector<int64_t>{dim.toInt()} : dim.toIntVector();
+  int64_t last = 0;
+  for (const int64_t one : reduced) {
+    const int64_t number = one < 0 ? one + input.dim() : one;
+    if (input.size(number) > 1) last = std::max(last, number);
+  }
+  int64_t columns = 1;
+  for (int64_t i = last + 1; i < input.dim(); ++i) columns *= input.size(i);
+  constexpr int64_t kPart = 128, kVector = 32, kTogether = 4;
+  const auto size = static_cast<int64_t>(input.element_size());
+  const int64_t rest = columns % (kPart / size);
+  return rest >= kTogether && rest < kVector / size;
+}
+
 template <When when>
 struct WithOneThread : c10::OperatorKernel {
   explicit WithOneThread(SafeKernelFunction kernel) : original(std::move(kernel)) {}
@@ -109,7 +134,13 @@ struct WithOneThread : c10::OperatorKernel {
     if (!arguments.count() || !arguments[0].isTensor()) return true;
     const Tensor& input = arguments[0].toTensor();
     if constexpr (when == When::one_result) return reduces_all(arguments, input);
-    return !input.is_contiguous();
+    if constexpr (when == When::sum) return divides_columns(arguments, input);
+    if (input.dim() <= 2 || input.numel() == input.size(0) * input.size(1)) return true;
+    for (size_t i = 0; i < arguments.count(); ++i)
+      if (arguments[i].isTensor() && arguments[i].toTensor().defined() &&
+          !arguments[i].toTensor().is_contiguous())
+        return true;
+    return false;
   }
 
   SafeKernelFunction original;
@@ -170,6 +201,7 @@ class Pieces {
         keys_(keys),
         values_(std::move(values)),
         dense_(dense),
+        has_rows_(dim.has_value()),
         row_(row),
         step_(std::max<int64_t>(1, kPiece / row) * row),
         results_(dense.written) {
@@ -204,7 +236,7 @@ class Pieces {
 
   Tensor take(const Tensor& tensor, int64_t begin, int64_t end) const {
     const int64_t place = tensor.storage_offset() + begin;
-    if (row_ == 1) return tensor.as_strided({end - begin}, {1}, place);
+    if (!has_rows_) return tensor.as_strided({end - begin}, {1}, place);
     return tensor.as_strided({(end - begin) / row_, row_}, {row_, 1}, place);
   }
 
@@ -232,6 +264,7 @@ class Pieces {
   const c10::DispatchKeySet keys_;
   Stack values_;
   const DenseTensors& dense_;
+  const bool has_rows_;
   const int64_t row_, step_;
   std::vector<Tensor> results_;
 };
@@ -333,6 +366,8 @@ static const Names kElementwise = {
     "sinc",
     "sinh",
     "softplus",
+    "softshrink",
+    "softshrink_backward",
     "softplus_backward",
     "special_erfcx",
     "special_log_ndtr",
@@ -352,11 +387,14 @@ static const Names kInRows = {
 };
 
 static const Names kReductions = {
-    "linalg_vector_norm", "mean", "nansum", "norm",     "prod", "std",
-    "std_mean",           "sum",  "var",    "var_mean",
+    "linalg_vector_norm", "norm", "prod", "std", "std_mean", "var", "var_mean",
 };
+static const Names kSums = {"mean", "nansum", "sum"};
 
-static const Names kNormalizations = {"native_batch_norm", "native_batch_norm_backward"};
+static const Names kNormalizations = {
+    "_batch_norm_with_update", "_native_batch_norm_legit",   "batch_norm_backward",
+    "native_batch_norm",       "native_batch_norm_backward",
+};
 
 // Losses divide by the number of elements, which is not that of a piece.
 static const Names kOthers = {
@@ -377,6 +415,17 @@ static const Names kOthers = {
     "native_layer_norm_backward",
     "vdot",
 };
+
+// LAPACK and FFT divide sums among threads, if MKL decides so.
+static bool is_of_mkl(const std::string& name) {
+  static const Names whole = {"cholesky_inverse", "cholesky", "geqrf", "ormqr", "triangular_solve"};
+  static const Names others = {"linalg_vector_norm", "linalg_cross", "linalg__powsum"};
+  if (whole.contains(name)) return true;
+  if (others.contains(name)) return false;
+  for (const char* prefix : {"linalg_", "_linalg_", "_fft_", "_cholesky_"})
+    if (name.rfind(prefix, 0) == 0) return true;
+  return false;
+}
 
 // The name without the namespace, and without the "_" of a form in place.
 static std::string base_of(const c10::OperatorName& name) {
@@ -400,8 +449,9 @@ static Wrap find_wrap(const std::string& name) {
   if (kScaled.contains(name)) return &wrap<InPieces<Of::scaled>>;
   if (kInRows.contains(name)) return &wrap<InPieces<Of::rows>>;
   if (kReductions.contains(name)) return &wrap<WithOneThread<When::one_result>>;
-  if (kNormalizations.contains(name)) return &wrap<WithOneThread<When::not_in_order>>;
-  if (kOthers.contains(name)) return &wrap<WithOneThread<When::always>>;
+  if (kSums.contains(name)) return &wrap<WithOneThread<When::sum>>;
+  if (kNormalizations.contains(name)) return &wrap<WithOneThread<When::channels_last>>;
+  if (kOthers.contains(name) || is_of_mkl(name)) return &wrap<WithOneThread<When::always>>;
   return nullptr;
 }
 
