@@ -286,7 +286,13 @@ def with_tensor_hook():
     return model
 
 
+def with_a_compiled_function():
+    double = torch.compile(lambda x: 2 * x + torch.ones(64).cumsum(0), backend="eager")
+    return on_features(lambda model, x: double(x))
+
+
 SEPARATE = {
+    "a compiled function": (with_a_compiled_function, "other operators are called"),
     "batch norm": (
         lambda: on_features(lambda model, x: model.norm(x), norm=nn.BatchNorm1d(64)),
         "",
@@ -509,6 +515,28 @@ def test_a_model_that_couples_samples_or_draws_is_computed_separately(name, comp
         return
     assert note
     assert SEPARATE[name][1] in note
+
+
+def test_a_compiled_model_is_computed_separately():
+    """Its operators are called with tensors that have no memory while it is compiled."""
+
+    def train_both():
+        found = []
+        for is_compiled in (False, True):
+            torch.manual_seed(0)
+            model = on_features(lambda model, x: x.relu())
+            model = torch.compile(model, backend="eager") if is_compiled else model
+            trainer = ls.Trainer(
+                model,
+                nn.CrossEntropyLoss(),
+                lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                progress=False,
+            )
+            found.append([trainer.step(data()) for _ in range(STEPS)])
+        return found
+
+    ((plain, compiled),) = on_portable_ranks(train_both)
+    assert plain == compiled
 
 
 class Changes(nn.Module):

@@ -451,14 +451,16 @@ def make_one_pass(
     """
     is_possible = (
         parallel.loss is not None  # the loss of a micro-batch is computed from its outputs
-        and can_join(parallel, modules)
+        and can_join(parallel, called, modules)
     )
     if not is_possible:
         return None
     return OnePass(parallel, called, modules, metrics, scopes, roots)
 
 
-def can_join(parallel: ParallelContext, modules: Mapping[str, nn.Module]) -> bool:
+def can_join(
+    parallel: ParallelContext, called: nn.Module, modules: Mapping[str, nn.Module]
+) -> bool:
     """Return whether several micro-batches may have the bits of separate passes."""
     return (
         has_portable_bits()
@@ -466,7 +468,7 @@ def can_join(parallel: ParallelContext, modules: Mapping[str, nn.Module]) -> boo
         and parallel.loss_scale is None
         and not parallel.is_sharded
         and not parallel.activation_checkpointing
-        and not any(one for module in modules.values() for one in find_compiled(module))
+        and not any(one for module in (called, *modules.values()) for one in find_compiled(module))
     )
 
 

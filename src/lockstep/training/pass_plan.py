@@ -91,7 +91,8 @@ class NotedCall(NamedTuple):
             -1 for others.
         has_same_rows: Whether the rows of the results have the bits of those of the passes over the
             first and the last micro-batch, if they were compared.
-        values: The arguments that are no tensors, as the native module keeps them.
+        values: The arguments that are no tensors, as the native module keeps them; None for a call
+            with a tensor of a subclass, of which nothing else is recorded.
     """
 
     name: str
@@ -144,6 +145,8 @@ def plan_passes(
     plans = []
     for is_backward, (one, all_of_them) in enumerate(zip(alone, joined, strict=True)):
         for first, second in zip(one, all_of_them, strict=False):
+            if first.values is None or second.values is None:
+                raise CannotJoin(f"{first.name} gets a tensor subclass, as in a compiled function")
             if first[:2] != second[:2]:
                 raise CannotJoin(f"other operators follow {first.name}")
         if len(one) != len(all_of_them):

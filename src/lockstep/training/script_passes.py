@@ -155,6 +155,6 @@ def make_script_passes(
 
     The arguments are those of `ScriptPasses`.
     """
-    if not can_join(parallel, modules):
+    if not can_join(parallel, called, modules):
         return None
     return ScriptPasses(parallel, called, modules, scopes, roots)

@@ -98,6 +98,7 @@ class RecordedCalls : public PassCalls {
   pybind11::list calls;
 
  private:
+  void note_subclass(const c10::OperatorHandle& op);
   pybind11::list compare_arguments(const Stack& stack, size_t count);
   pybind11::list find_sources(const Stack& stack, size_t count);
   void remember_results(const Stack& stack, size_t count);
