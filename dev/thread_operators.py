@@ -442,11 +442,11 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", default=())
     parser.add_argument("--samples", type=int, default=SAMPLES)
     options = parser.parse_args()
-    if "OMP_WAIT_POLICY" not in os.environ:
+    missing = find_missing_variables(os.environ, OF_TORCH)  # which the database would read
+    if missing or "OMP_WAIT_POLICY" not in os.environ:
         # Otherwise threads that wait use the cores of those that compute. torch has read it.
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        os.environ |= find_missing_variables(os.environ, OF_TORCH)  # the database computes
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+        environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **missing}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environ)
     total = enumerate_operators(options)
     print(f"{len(total['compared'])} operators were compared; differing:")
     for name in sorted(total["differing"]):

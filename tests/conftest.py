@@ -16,6 +16,7 @@ from typing import Any
 import cloudpickle
 import hypothesis
 import pytest
+import torch
 
 import hosts
 import lockstep
@@ -23,8 +24,10 @@ import models
 import pytest_lockstep
 import warm
 from lockstep.launcher import fork_server
+from lockstep.launcher.arithmetic import has_portable_bits
 from lockstep.launcher.fork_server import get_fork_server, get_fork_server_pid
 from lockstep.launcher.kernel_variables import find_of_numpy
+from lockstep.launcher.portable import choose_kernels
 
 TESTS = str(Path(__file__).parent)
 TEMPLATE = "pytest_lockstep.template_main"  # from which ranks of marked tests are forked
@@ -43,6 +46,21 @@ PYTESTS_OWN = (b"PYTEST_CURRENT_TEST", b"PYTEST_VERSION", b"COLUMNS", b"TORCHIND
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # As in a launch with portable bits, which would otherwise need another fork server than others.
 os.environ |= find_of_numpy()
+
+
+def _choose_kernels() -> None:
+    """Choose kernels as `lockstep.init` does: what tests compute here has the bits of ranks.
+
+    Before the first test computes, since torch keeps its choice.
+    """
+    before = dict(os.environ)
+    choose_kernels(None, torch.device("cpu"), os.environ.__setitem__, lambda reason: None)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+_choose_kernels()
+HAS_PORTABLE_BITS = has_portable_bits()
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # `init` sets that of SIGUSR1
 
@@ -131,6 +149,8 @@ def ranks() -> Callable[..., list[Any]]:
     Small models are treated as large ones there: their gradients get places and are exchanged
     early, and each replica computes a part of their norm. Other tests show the rest.
 
+    With `portable=False`, each micro-batch is computed by itself.
+
     `timeout` is what a rank waits for another one; `deadline`, the same unless given, is that of
     the call. A module's tests share values by a fixture of that scope that calls this one.
     """
@@ -142,10 +162,11 @@ def ranks() -> Callable[..., list[Any]]:
         backend: str | None = None,
         timeout: float = 60.0,
         deadline: float | None = None,
+        portable: bool | None = None,
     ) -> list[Any]:
         def call() -> Any:
             models.treat_as_large()
-            lockstep.init(backend=backend, timeout=timeout)
+            lockstep.init(backend=backend, timeout=timeout, portable=portable)
             try:
                 return fn(*args)
             finally:
@@ -178,6 +199,14 @@ def network() -> Iterator[Callable[..., hosts.Network]]:
     """Simulate hosts, as `hosts.network` does, until the test ends."""
     with hosts.closing_networks() as create:
         yield create
+
+
+@pytest.fixture(autouse=True)
+def portable_bits() -> Iterator[None]:
+    """Choose portable kernels again after a test that has left its world or chosen others."""
+    yield
+    if HAS_PORTABLE_BITS and not has_portable_bits():
+        _choose_kernels()
 
 
 @pytest.fixture(autouse=True)

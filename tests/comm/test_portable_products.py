@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep.comm import backend, native_module, portable_products
 from lockstep.comm.native.binding import BindingError
+from lockstep.comm.portable_products import use_portable_products
 from lockstep.errors import UsageError
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
@@ -38,7 +39,7 @@ def find_kernels() -> list[str]:
             found.append(name)
         except ValueError:
             pass
-    native_module.load_native().use_portable_kernels(False)
+    use_portable_products()
     return found
 
 
@@ -52,7 +53,7 @@ def restore() -> Iterator[None]:
     threads = torch.get_num_threads()
     native_module.load_native().use_portable_kernels(True)
     yield
-    native_module.load_native().use_portable_kernels(False)
+    use_portable_products()
     torch.set_num_threads(threads)
 
 
@@ -286,6 +287,8 @@ def test_nan_and_infinity():
 @pytest.mark.parametrize("beta", [0, 1, 0.5])
 def test_a_product_times_zero_is_read_where_torch_reads_it(dtype, size, beta):
     """BLAS leaves it out, and torch's own loops let a NaN of an operand through."""
+    if dtype is torch.bfloat16 and size == 40 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("torch returns memory that it has not written here")
     torch.manual_seed(0)
     a, b, c = torch.randn(3, 2, size, size).to(dtype)
     a[:, 0, 0], b[:, 1, 1] = torch.nan, torch.inf

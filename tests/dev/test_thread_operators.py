@@ -13,6 +13,7 @@ import torch
 
 from dev.thread_operators import ThreadComparison
 from lockstep.comm import backend
+from lockstep.launcher.portable import restore_kernels
 
 TOOL = Path(__file__).resolve().parents[2] / "dev" / "thread_operators.py"
 
@@ -30,6 +31,7 @@ NAMES = (
 
 def test_operators_that_depend_on_threads_are_found():
     """Those of torch, without portable mode: the size exceeds the grain."""
+    restore_kernels()
     threads = torch.get_num_threads()
     comparison = ThreadComparison((1, 2, 3, 5, 7))
     with comparison:

@@ -12,6 +12,7 @@ def test_both_ways_print_one_digest(capsys, monkeypatch):
     try:
         data_parallel.main()
     finally:
+        ls.shutdown()
         torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" digest ")[0].strip() for line in lines] == [

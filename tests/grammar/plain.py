@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -19,6 +20,7 @@ from grammar.models import accumulation_hooked
 from grammar.optimization import Several
 from grammar.outcome import Outcome
 from lockstep.kernel import spec
+from lockstep.launcher.portable import choose_kernels
 
 EVALUATED = 11
 """The batch size of an evaluation."""
@@ -26,6 +28,7 @@ EVALUATED = 11
 
 def prepare() -> None:
     """Set what bits depend on, as `ls.init` does."""
+    choose_kernels(None, torch.device("cpu"), os.environ.__setitem__)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -716,7 +716,7 @@ def test_what_was_launched_is_recorded(lockstep_run, tmp_path):
     assert found == {
         "version": 1, "kind": "script", "target": "train.py", "arguments": ["--lr", "1"],
         "nprocs": 2, "nnodes": 1, "cwd": str(tmp_path), "python": sys.executable,
-        "exit_status": 75, "is_redacted": False, "min_nprocs": None, "portable": False,
+        "exit_status": 75, "is_redacted": False, "min_nprocs": None, "portable": None,
     }  # fmt: skip
     for file in ("launch.json", "run.lock"):
         assert stat.S_IMODE(Path("runs", name, file).stat().st_mode) == 0o600

@@ -104,9 +104,9 @@ def numbers(stages):
 
 def test_equal_numbers_of_other_types_cross_as_they_are(ranks):
     """The description was not sent again, because 1 == 1.0 == True and 0.0 == -0.0."""
-    (alone,) = ranks(numbers, 1, 1)
+    (alone,) = ranks(numbers, 1, 1, portable=False)
     assert alone[:5] == ["1", "1.0", "True", "0.0", "-0.0"]
-    assert ranks(numbers, 2, 2) == [[], alone]
+    assert ranks(numbers, 2, 2, portable=False) == [[], alone]
 
 
 class Skipping(nn.Module):

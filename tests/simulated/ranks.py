@@ -56,7 +56,8 @@ def run(
         models.treat_as_large()
         if device == "":
             return fn(*args)
-        lockstep.init(device=device, timeout=timeout)
+        # On the CPU with the kernels of torch, too, whose bits the accelerator has.
+        lockstep.init(device=device, timeout=timeout, portable=False)
         try:
             return fn(*args)
         finally:

@@ -48,7 +48,7 @@ def prepared(case):
 
 def specified():
     """Return the digest of each case after the specification has trained it."""
-    torch.set_num_threads(1)
+    ls.init(threads=1)
     torch.use_deterministic_algorithms(True)
     found = {}
     for case in models.CASES:

@@ -93,7 +93,7 @@ def test_hooks_that_change_gradients_have_the_same_bits_in_every_layout(ranks):
 
 def test_a_callback_that_comes_after_gradients_were_taken_is_named(ranks):
     with pytest.raises(RankError, match=r"rank [01], step 2: a callback was queued for the end"):
-        ranks(train, 2, late_callback, 2, None, False)
+        ranks(train, 2, late_callback, 2, None, False, portable=False)
 
 
 def late_callback(model):

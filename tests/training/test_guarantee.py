@@ -18,6 +18,7 @@ import pytest_lockstep
 from lockstep.comm import backend as native
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel import spec
+from lockstep.processor_core import divide_cores
 
 STRESS = pytest.mark.stress
 SIZES = [19, 16, 3, 19, 1]
@@ -42,7 +43,7 @@ def prepared(case):
 
 
 def plain_digests():
-    torch.set_num_threads(1)
+    ls.init(threads=1)
     torch.use_deterministic_algorithms(True)
     found = {}
     for case, name, clip in TRAININGS:
@@ -157,16 +158,17 @@ def test_the_cases_meet_what_they_claim(plain):
     assert len(set(digests)) == len(TRAININGS)
 
 
-def test_threads_are_part_of_the_guarantee_and_set_by_init(ranks):
+def test_threads_are_set_by_init_and_kept_by_steps(ranks):
     def threads():
         before = torch.get_num_threads()
         model = nn.Linear(4, 1)
         trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1))
-        torch.set_num_threads(2)  # somebody changes it in the middle
+        torch.set_num_threads(before + 1)  # somebody changes it in the middle
         trainer.step((torch.ones(8, 4), torch.ones(8, 1)))
         return before, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
 
-    assert ranks(threads, 1) == [(1, 1, True)]
+    share = divide_cores(1)
+    assert ranks(threads, 1) == [(share, share, True)]
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -81,7 +81,7 @@ def batches():
 
 
 def plain():
-    torch.set_num_threads(1)
+    ls.init(threads=1)
     torch.use_deterministic_algorithms(True)
     found = {}
     for name, (factory, optimizer, clip) in TRAININGS.items():

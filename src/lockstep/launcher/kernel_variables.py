@@ -1,7 +1,7 @@
 """The environment variables by which libraries choose kernels, and their values for portable bits.
 
 lockstep run --portable     OF_TORCH and those of numpy are set in every process
-ls.init(portable=True)      OF_TORCH are set; numpy has been loaded before
+ls.init()                   OF_TORCH are set; numpy has been loaded before
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ __all__ = [
     "find_missing_variables",
     "find_of_launch",
     "find_of_numpy",
-    "is_portable_requested",
+    "find_problem",
+    "read_portable_request",
 ]
 
 PORTABLE = "LOCKSTEP_PORTABLE"
-"""The variable that is 1 if ranks compute portable bits."""
+"""The variable that asks for portable bits (1), or for torch's own kernels (0)."""
 
 OF_TORCH = {
     "MKL_CBWR": "COMPATIBLE",
@@ -34,9 +35,10 @@ OF_TORCH = {
 """Variables that each library reads at its first computation."""
 
 
-def is_portable_requested(environ: Mapping[str, str]) -> bool:
-    """Return whether the environment asks for portable arithmetic."""
-    return environ.get(PORTABLE, "") not in ("", "0")
+def read_portable_request(environ: Mapping[str, str]) -> bool | None:
+    """Return whether the environment asks for portable arithmetic; None if it does not say."""
+    value = environ.get(PORTABLE, "")
+    return None if value == "" else value != "0"
 
 
 @functools.cache
@@ -69,7 +71,7 @@ def find_missing_variables(
     Raises:
         UsageError: One has another value, or this processor cannot compute portable bits.
     """
-    if problem := _find_problem():
+    if problem := find_problem():
         raise UsageError(f"portable arithmetic needs an x86-64 processor with AVX2: {problem}")
     for name, value in variables.items():
         if environ.get(name, value).lower() != value.lower():
@@ -81,7 +83,7 @@ def find_missing_variables(
 
 
 @functools.cache
-def _find_problem() -> str:
+def find_problem() -> str:
     """Return why this processor cannot compute portable bits; "" if it can."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"this is {platform.machine()}"

@@ -35,6 +35,7 @@ from lockstep.launcher.fork_server import (
     check_open_files,
     get_fork_server,
 )
+from lockstep.launcher.kernel_variables import PORTABLE
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.listening_socket import warn_of_strangers
 from lockstep.launcher.output import RankOutput
@@ -47,6 +48,7 @@ from lockstep.launcher.run_folder import (
     claim_newest_run,
     create_run_folder,
     describe_launch,
+    find_description,
     find_linked_runs,
     is_link_to_sibling,
     locate_renamed,
@@ -244,6 +246,10 @@ def _open_run_folder(config: LaunchConfig) -> RunFolder:
     resumed = config.resumed_run
     if config.resumes_newest:
         resumed = claim_newest_run(parent, description)
+        claimed = None if resumed is None else find_description(resumed)
+        if claimed is not None and claimed.portable is False:
+            os.environ[PORTABLE] = "0"
+            description = dataclasses.replace(description, portable=False)
     elif resumed is not None and config.node_rank == 0:
         wait_until_free(resumed)
     if resumed is None:

@@ -35,7 +35,7 @@ from pathlib import Path
 from lockstep.files import lock_file, make_folder, open_or_create, replace_file
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.environment import LAUNCHER
-from lockstep.launcher.kernel_variables import is_portable_requested
+from lockstep.launcher.kernel_variables import read_portable_request
 from lockstep.launcher.process_stat import read_stat
 from lockstep.redaction import redact
 
@@ -106,7 +106,7 @@ class LaunchDescription:
         exit_status: The launcher's exit status; None while it runs, or if it was killed.
         is_redacted: Whether secrets were removed, so that the command cannot be repeated.
         min_nprocs: The minimum number of ranks of an elastic run; None for other runs.
-        portable: Whether the ranks compute portable bits.
+        portable: Whether portable bits were asked for; None if nothing was.
         version: Version of the format.
     """
 
@@ -121,14 +121,22 @@ class LaunchDescription:
     exit_status: int | None = None
     is_redacted: bool = False
     min_nprocs: int | None = None
-    portable: bool = False
+    portable: bool | None = False  # as in runs of versions that did not store it
     version: int = VERSION
 
     def is_same_command(self, other: LaunchDescription) -> bool:
-        """Return whether both ran the same command in the same working directory."""
-        return all(
+        """Return whether `other` would run the same command in the same working directory.
+
+        A run without portable bits is one of an earlier version, or one that was started with
+        --no-portable: a command that asks for nothing continues it as it is.
+        """
+        is_same_kind = self.portable is other.portable or (self.portable, other.portable) == (
+            False,
+            None,
+        )
+        return is_same_kind and all(
             getattr(self, name) == getattr(other, name)
-            for name in ("kind", "target", "arguments", "cwd", "portable")
+            for name in ("kind", "target", "arguments", "cwd")
         )
 
 
@@ -151,7 +159,7 @@ def describe_launch(
         python=sys.executable,
         started=datetime.datetime.now().astimezone().isoformat(),
         min_nprocs=min_nprocs,
-        portable=is_portable_requested(os.environ),
+        portable=read_portable_request(os.environ),
     )
     fields = redact(plain)
     described = LaunchDescription(**{**fields, "arguments": tuple(fields["arguments"])})
@@ -178,7 +186,7 @@ def command_words(environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:
     ranks = ["-n", str(launched.nprocs)]
     if launched.min_nprocs is not None:
         ranks = ["--min", str(launched.min_nprocs), "--max", str(launched.nprocs)]
-    portable = ["--portable"] if launched.portable else []
+    portable = {True: ["--portable"], False: ["--no-portable"], None: []}[launched.portable]
     words = ["lockstep", "run", *ranks, *hosts, *portable, *kind]
     return [*words, launched.target, *launched.arguments]
 

@@ -38,7 +38,6 @@ from lockstep.launcher.device_choice import (
     select_device,
 )
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
-from lockstep.launcher.kernel_variables import is_portable_requested
 from lockstep.launcher.malloc import keep_freed_memory
 from lockstep.launcher.portable import choose_kernels, restore_kernels
 from lockstep.launcher.rank_process import report_to_launcher
@@ -116,20 +115,34 @@ def init(
             backend for them (NCCL for CUDA), and Gloo for their CPU tensors; for ranks on CPUs
             the backend "lockstep" if it can be used, else Gloo.
         timeout: The seconds to wait for the other ranks, and for each collective.
-        threads: The number of torch's intra-op threads of this rank. None: 1, because it affects
-            the bits and must be the same on every rank; with portable bits, which do not depend
-            on it, the cores that this process may use, divided by its ranks on this host.
+        threads: The number of torch's intra-op threads of this rank. None: with portable bits,
+            which do not depend on it, the cores that this process may use, divided by its ranks
+            on this host; otherwise 1, because it must be the same on every rank.
         device: The device of this rank. None: the accelerator with its local rank if there is
             one, else the CPU.
-        portable: Whether to compute the same bits on every x86-64 processor with AVX2. It must be
-            called before torch computes anything. None: whether LOCKSTEP_PORTABLE is 1, which
-            `lockstep run --portable` sets.
+        portable: Whether to compute the same bits on every x86-64 processor with AVX2. True: it
+            must be called before torch computes anything. False: with torch's own kernels. None:
+            as LOCKSTEP_PORTABLE says (1 or 0), which `lockstep run --portable` and `--no-portable`
+            set; without it, portable bits on the CPU where this process can compute them, and
+            otherwise a sentence that says why it cannot.
 
     Raises:
         LaunchEnvironmentError: The environment variables contradict each other.
         UsageError: An earlier call had other arguments, or an argument is not valid.
         RendezvousError: The other ranks did not join before the timeout.
     """
+    return _join_world(backend, timeout, threads, device, portable)
+
+
+def _join_world(
+    backend: str | None = None,
+    timeout: float = 300.0,
+    threads: int | None = None,
+    device: str | torch.device | None = None,
+    portable: bool | None = None,
+    torch_threads: int = 1,
+) -> World:
+    """As `init`, with the number of threads that torch's own kernels use by default."""
     global _current, _arguments
     arguments = backend, timeout, threads, None if device is None else str(device), portable
     if _current is not None and dist.is_initialized():
@@ -145,22 +158,15 @@ def init(
     is_joining = bool(os.environ.get(JOIN))
     if not dist.is_initialized():
         comm.register()  # if torch has not called the entry point
-        _check_arguments(backend, timeout)
+        _check_arguments(backend, timeout, threads)
         if not is_joining:
             store = wait_for_ranks(rank_info, timeout)
     if store is not None and rank_info.unknown:
         rank_info = find_place(store, rank_info)
     chosen = choose_device(device, rank_info)
-    is_portable = is_portable_requested(os.environ) if portable is None else portable
-    if threads is None:
-        threads = divide_cores(rank_info.local_world_size) if is_portable else 1
-    _configure_torch(threads, chosen)
-    try:
-        choose_kernels(is_portable, chosen, _set_variable)
-    except UsageError:
-        restore_kernels()
-        _unset_variables()
-        raise
+    if not _choose_kernels(portable, chosen, rank_info):
+        threads = threads or torch_threads
+    _configure_torch(threads or divide_cores(rank_info.local_world_size), chosen)
     if not dist.is_initialized():
         is_shared = False
         if backend is None and store is not None and may_be_shared(chosen, rank_info):
@@ -275,8 +281,7 @@ def require_world(*, keeps_threads: bool = False) -> World:
     """
     if _current is not None and dist.is_initialized():
         return _current
-    is_kept = keeps_threads and not is_portable_requested(os.environ)
-    return init(threads=torch.get_num_threads() if is_kept else None)
+    return _join_world(torch_threads=torch.get_num_threads() if keeps_threads else 1)
 
 
 def rank() -> int:
@@ -440,10 +445,31 @@ def _format_arguments(arguments: tuple[object, ...]) -> str:
     return ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=True))
 
 
+def _choose_kernels(portable: bool | None, device: torch.device, rank_info: RankInfo) -> bool:
+    """Choose the kernels before the first computation; return whether they are portable."""
+    try:
+        say = _say_once if rank_info.rank == 0 else _say_nothing
+        is_portable = choose_kernels(portable, device, _set_variable, say)
+    except UsageError:
+        restore_kernels()
+        _unset_variables()
+        raise
+    if not is_portable:
+        _unset_variables()
+    return is_portable
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log(text)
+
+
+def _say_nothing(_: str) -> None:
+    """Leave it to rank 0."""
+
+
 def _configure_torch(threads: int, device: torch.device) -> None:
     """Set the options that the bits of results depend on, before the first operation."""
-    if threads < 1:
-        raise UsageError(f"init(threads={threads}): at least one thread is needed")
     keep_freed_memory()
     torch.set_num_threads(threads)
     select_device(device)
@@ -502,10 +528,12 @@ def _join(
         ) from error
 
 
-def _check_arguments(backend: str | None, timeout: float) -> None:
+def _check_arguments(backend: str | None, timeout: float, threads: int | None) -> None:
     """Raise UsageError for arguments of init() that are not valid, before waiting for ranks."""
     if timeout <= 0:
         raise UsageError(f"init(timeout={timeout}): expected a positive number of seconds")
+    if threads is not None and threads < 1:
+        raise UsageError(f"init(threads={threads}): at least one thread is needed")
     if backend is not None:
         _check_backend(backend)
 

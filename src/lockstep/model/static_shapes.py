@@ -20,6 +20,7 @@ of a weight that is used twice in the lower precision, and only where both uses 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,7 @@ import torch
 from torch import nn
 
 from lockstep.kernel.errors import UsageError
+from lockstep.launcher.arithmetic import has_portable_bits
 from lockstep.model.compilation import count_compiled
 
 __all__ = ["TOO_MANY_SHAPES", "StaticShapes", "is_limit_error"]
@@ -167,15 +169,19 @@ def _change(config: Any, changes: Mapping[str, Any]) -> Callable[[], None]:
 
 @contextmanager
 def _deterministic_kernels() -> Iterator[None]:
-    """Let inductor choose no kernels by their speed while the body runs."""
+    """Let inductor choose no kernels by their speed or threads while the body runs."""
     from torch._dynamo.callback import callback_handler
 
     callbacks = callback_handler.start_callbacks
     with ExitStack() as stack:
 
-        def choose(_: Any = None) -> None:
-            if (inductor := sys.modules.get("torch._inductor.config")) is not None:
-                stack.callback(_change(inductor, {"deterministic": True}))
+        def choose(compiled: Any = None) -> None:
+            if compiled is not None and has_portable_bits():
+                # Bits must not depend on the number of threads, which inductor asks for by itself.
+                inductor = importlib.import_module("torch._inductor.config")
+                stack.callback(_change(inductor.cpp, {"threads": 1}))
+            if (loaded := sys.modules.get("torch._inductor.config")) is not None:
+                stack.callback(_change(loaded, {"deterministic": True}))
 
         choose()
         # Each compilation ends with torch.use_deterministic_algorithms, which changes this, too.

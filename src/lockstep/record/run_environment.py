@@ -63,8 +63,7 @@ def describe_environment() -> dict[str, Any]:
     import torch
 
     from lockstep.devices import device_names
-    from lockstep.launcher.arithmetic import measure_arithmetic
-    from lockstep.launcher.kernel_variables import is_portable_requested
+    from lockstep.launcher.arithmetic import has_portable_bits, measure_arithmetic
     from lockstep.launcher.world import variables_set
     from lockstep.processor_core import count_usable_cores
     from lockstep.version import VERSION
@@ -79,7 +78,7 @@ def describe_environment() -> dict[str, Any]:
         "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "arithmetic": measure_arithmetic(),
-        "portable": is_portable_requested(os.environ),
+        "portable": has_portable_bits(),
         "cores": count_usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "hostname": os.uname().nodename,

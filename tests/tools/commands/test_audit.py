@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -32,7 +34,7 @@ from bit_flips import FaultyOperator
 machine = Path("machine").read_text()
 chosen = {"element": 5} if machine == "always" else {"seed": os.getpid()}
 
-ls.init(timeout=60)
+ls.init(timeout=60, portable=False)
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(64, 6), torch.randint(0, 4, (64,)))
 with ls.Trainer(
@@ -61,7 +63,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(bit_flips.__file__, folder)
     (folder / "train.py").write_text(SCRIPT)
     (folder / "machine").write_text("right")
-    with contextlib.chdir(folder):
+    # As in the process of the tests, with which the machines are compared.
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, ATEN_CPU_CAPABILITY="avx2"):
         done = CliRunner().invoke(cli, ["run", "--name", "mine", "train.py"])
     assert done.exit_code == 0, done.output
     return folder

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,13 +20,12 @@ import lockstep as ls
 import warm
 from lockstep import cli
 from lockstep.comm import backend
-from lockstep.kernel.errors import LockstepError, RankError, UsageError
+from lockstep.kernel.errors import LockstepError, RankError
 from lockstep.launcher import portable, run_folder
 from lockstep.launcher.arithmetic_difference import parse
 from lockstep.launcher.arithmetic_families import FAMILIES
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import launch_script
-from lockstep.launcher.world import World
 from lockstep.record.reader import read_run
 from lockstep.tools.commands.recorded_options import resolve_options
 from lockstep.tools.commands.train import _list_words, command
@@ -146,21 +144,13 @@ def test_bits_need_not_be_portable(tmp_path, monkeypatch):
     assert json.loads(output.splitlines()[-1])["digest"] == alone["digest"]
 
 
-def test_a_machine_without_portable_bits_trains_nevertheless(monkeypatch, capsys):
-    def init(*, threads, portable, device=None):
-        if portable:
-            raise UsageError("it has no AVX2")
-        return World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
-
-    monkeypatch.setattr(digits, "init", init)
+def test_a_machine_without_portable_bits_trains_nevertheless(monkeypatch):
+    given = []
+    monkeypatch.setattr(digits, "init", lambda **options: given.append(options))
+    monkeypatch.setattr(digits, "has_portable_bits", lambda: False)
     options = resolve_options("digits", OPTIONS)
-    assert options.portable is None
-    assert not digits._join(options).portable
-    assert capsys.readouterr().err == (
-        "lockstep: the bits of this training are not portable to other processors: it has no AVX2\n"
-    )
-    with pytest.raises(UsageError):
-        digits._join(replace(options, portable=True))
+    assert digits._join(options).portable is False
+    assert given == [{"threads": 1, "device": "cpu", "portable": None}]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 from checkpoints import complete
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.kernel.errors import UsageError
+from lockstep.launcher.kernel_variables import OF_TORCH
 from lockstep.record.reader import read_run
 from lockstep.record.run_environment import describe_environment
 from lockstep.tools.replay.recorded_program import Base, find_base, find_obstacles, read_program
@@ -43,7 +44,11 @@ def test_the_program_is_what_the_record_says(tmp_path):
         ("--lr", "0.1"),
     )
     assert (program.cwd, program.path, program.trainer) == ("/", ("/home/ann",), 1)
-    assert program.environ == {"PYTHONHASHSEED": "3", "OMP_NUM_THREADS": "4"}
+    expected = {"PYTHONHASHSEED": "3", "OMP_NUM_THREADS": "4"}
+    assert program.environ == expected | {"LOCKSTEP_PORTABLE": "0"}
+    portable = write(tmp_path, SCRIPT, layout={"threads": 4}, environment={"portable": True})
+    expected |= {"LOCKSTEP_PORTABLE": "1", **OF_TORCH}
+    assert read_program(portable, 0).environ == expected
     assert program.sources == tmp_path / "sources"
 
 
@@ -73,7 +78,7 @@ def test_a_record_without_a_program_or_sources(tmp_path):
 
 
 def test_what_differs_here_is_said_before(tmp_path):
-    here = describe_environment()
+    here = describe_environment() | {"portable": False}
     (tmp_path / "sources").mkdir()
     run = write(tmp_path, SCRIPT, environment=here, sources="sources")
     program = read_program(run, 0)

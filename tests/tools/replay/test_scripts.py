@@ -17,6 +17,7 @@ from click.testing import CliRunner
 import warm
 from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
+from lockstep.launcher.kernel_variables import OF_TORCH
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import read_run
 from lockstep.tools.replay.record_audit import audit_record
@@ -256,6 +257,7 @@ def test_the_page_about_replays_does_what_it_says(tmp_path):
             input="\n".join(re.findall(r"\(Pdb\) (.*)", page)),
             text=True,
             timeout=100,
+            env={**os.environ, **OF_TORCH},  # its ranks are forks of the command, which computes
         )
     outputs = [without_numbers(each.output.splitlines()) for each in outcomes]
     assert [each.exit_code for each in outcomes] == [1, 0, 0], outputs

@@ -88,7 +88,7 @@ class Contender:
 
 def measure(plan: BenchPlan) -> list[Measurement]:
     """Join the other ranks, and return the measurement of each contender at each size."""
-    world = init(backend=plan.backends[0], timeout=plan.timeout, device="cpu")
+    world = init(backend=plan.backends[0], timeout=plan.timeout, device="cpu", portable=False)
     start_barrier = StartBarrier(plan.barrier, world.rank, world.world_size, plan.timeout)
     try:
         contenders = list(_make_contenders(plan))

@@ -18,7 +18,7 @@ from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.kernel_variables import (
     PORTABLE,
     find_of_launch,
-    is_portable_requested,
+    read_portable_request,
 )
 from lockstep.launcher.launch_config import HOST_TIMEOUT, LaunchConfig
 from lockstep.launcher.launch_script import launch_script
@@ -108,10 +108,11 @@ AUTO = "auto"  # the value of --resume that chooses the run by its command
 )
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program to execute without Python.")
 @click.option(
-    "--portable",
-    is_flag=True,
-    help="Compute the same bits on every x86-64 processor with AVX2; slower. Default: whether the "
-    "variable LOCKSTEP_PORTABLE is 1; with --resume, as before.",
+    "--portable/--no-portable",
+    default=None,
+    help="Compute the same bits on every x86-64 processor with AVX2, or with torch's own kernels. "
+    "Default: as the variable LOCKSTEP_PORTABLE says (1 or 0); without it, portable bits on the "
+    "CPU where a rank can compute them; with --resume, as before.",
 )
 @click.option(
     "--log-dir",
@@ -204,8 +205,8 @@ def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> N
     """
     if script is None:
         script, arguments = recall_command(options)
-    if _is_portable(options):
-        os.environ.update(find_of_launch(os.environ))
+    if (is_portable := _is_portable(options)) is not None:
+        os.environ.update(find_of_launch(os.environ) if is_portable else {PORTABLE: "0"})
     config = make_config(script, arguments, options)
     if config.is_elastic:
         from lockstep.elastic.elastic_launch import launch_elastic  # other runs do not need it
@@ -266,19 +267,26 @@ def _find_resumed(options: Mapping[str, Any]) -> Path | None:
     return None if name in (None, AUTO) else find_run(name, Path(options["log_dir"] or RUNS))
 
 
-def _is_portable(options: Mapping[str, Any]) -> bool:
-    """Return whether to compute portable bits; raise UsageError if a resumed run did not."""
+def _is_portable(options: Mapping[str, Any]) -> bool | None:
+    """Return whether portable bits are asked for, as in a resumed run; None if nothing is.
+
+    Raises:
+        UsageError: The run to resume was started otherwise.
+    """
     folder = _find_resumed(options)
-    is_requested = options["portable"] or is_portable_requested(os.environ)
+    requested: bool | None = options["portable"]
+    if requested is None:
+        requested = read_portable_request(os.environ)
     recorded = None if folder is None else find_description(folder)
-    if recorded is None or recorded.portable == is_requested:
-        return is_requested
-    if is_requested:
-        raise UsageError(
-            f"--portable: the run {folder} was started without it, and would continue with other "
-            f"bits: omit it and unset {PORTABLE}, or start a new run"
-        )
-    return True
+    if recorded is None or requested == recorded.portable:
+        return requested
+    if requested is None:
+        return recorded.portable
+    given = "--portable" if requested else "--no-portable"
+    raise UsageError(
+        f"{given}: the run {folder} was started without it, and would continue with other bits: "
+        f"omit it and unset {PORTABLE}, or start a new run"
+    )
 
 
 def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:

@@ -16,7 +16,7 @@ from lockstep.files import replace_file
 from lockstep.formatting import format_digest, format_loss, format_quantity
 from lockstep.kernel.errors import FileError, LayoutError, UsageError
 from lockstep.launcher.environment import read_rank_info
-from lockstep.launcher.kernel_variables import PORTABLE, find_of_numpy, is_portable_requested
+from lockstep.launcher.kernel_variables import find_of_numpy, read_portable_request
 from lockstep.launcher.rank_process import get_task
 from lockstep.messages import log
 from lockstep.tools.commands.options import json_option
@@ -66,7 +66,10 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
     "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
     help="Random seed for initialization, shuffling and dropout.",
 )  # fmt: skip
-@click.option("--threads", default=1, show_default=True, type=POSITIVE, help="Threads per rank.")
+@click.option(
+    "--threads", type=POSITIVE,
+    help="Threads per rank.  [default: the cores, divided by the ranks; with --no-portable: 1]",
+)  # fmt: skip
 @click.option(
     "--workers", default=0, show_default=True, type=click.IntRange(min=0),
     help="Loader processes per rank.",
@@ -134,8 +137,8 @@ def command(
             )
         resumed = open_resumed(resume, runs)
         recipe, nprocs = recall_options(resumed, nprocs, given)
-    if given["portable"] is None and PORTABLE in os.environ:
-        given["portable"] = is_portable_requested(os.environ)
+    if given["portable"] is None:
+        given["portable"] = read_portable_request(os.environ)
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'; or continue a run with --resume RUN.")
     if is_rank:

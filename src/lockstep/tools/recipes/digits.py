@@ -17,12 +17,10 @@ from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.data.dataset_partition import partition
 from lockstep.data.datasets import digits
 from lockstep.formatting import format_quantity
-from lockstep.kernel.errors import UsageError
-from lockstep.launcher.arithmetic import measure_arithmetic
+from lockstep.launcher.arithmetic import has_portable_bits, measure_arithmetic
 from lockstep.launcher.rank_process import take_failure_at_exit
 from lockstep.launcher.world import init
 from lockstep.launcher.world import world as current_world
-from lockstep.messages import log
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import accuracy
 from lockstep.pipeline.partitioner import PipelineConfig
@@ -56,7 +54,7 @@ class Options:
     lr: float = 0.02
     microbatches: int = 8
     seed: int = 0
-    threads: int = 1
+    threads: int | None = None  # as lockstep.init chooses
     workers: int = 0
     bf16: bool = False
     quiet: bool = False
@@ -160,18 +158,9 @@ def _decay(steps: int, optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 def _join(options: Options) -> Options:
     """Join the ranks, and return the options with the decision whether the bits are portable."""
-    if options.portable is not False:
-        try:
-            init(threads=options.threads, device="cpu", portable=True)
-            return replace(options, portable=True)
-        except UsageError as error:
-            if options.portable:
-                raise
-            reason = str(error)
-    world = init(threads=options.threads, portable=False)
-    if options.portable is None and world.rank == 0:
-        log(f"the bits of this training are not portable to other processors: {reason}")
-    return replace(options, portable=False)
+    device = None if options.portable is False else "cpu"
+    init(threads=options.threads, device=device, portable=options.portable)
+    return replace(options, portable=has_portable_bits())
 
 
 def _make_loggers(options: Options, folder: str, steps: int, samples: int) -> list[Any]:

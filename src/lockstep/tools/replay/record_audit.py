@@ -68,6 +68,8 @@ class RecordAudit:
         step = self.last if self.difference is None else self.difference.step
         recorded = as_dict(self.run.run.latest("environment", step))
         here = describe_environment()
+        if recorded.get("portable"):  # the ranks chose the kernels, and not this process
+            here["instructions"] = recorded.get("instructions")
         return {name: recorded.get(name) for name in MACHINE}, {
             name: here[name] for name in MACHINE
         }

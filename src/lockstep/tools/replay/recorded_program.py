@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.checkpoint.folder import MANIFEST, find_checkpoints, verify
 from lockstep.kernel.errors import UsageError
+from lockstep.launcher.kernel_variables import OF_TORCH, PORTABLE
 from lockstep.launcher.run_folder import CHECKPOINTS
 from lockstep.record.columns import as_dict, as_float
 from lockstep.record.program import REPLAYABLE, select_variables
@@ -107,6 +108,8 @@ def read_program(run: Run, step: int) -> Program:
     threads = as_dict(run.latest("layout", step)).get("threads")
     if isinstance(threads, int):
         environ.setdefault("OMP_NUM_THREADS", str(threads))
+    is_portable = as_dict(run.latest("environment", step)).get("portable")
+    environ = ({PORTABLE: "1", **OF_TORCH} if is_portable else {PORTABLE: "0"}) | environ
     given = program.get("arguments")
     arguments = tuple(map(str, given)) if isinstance(given, (list, tuple)) else ()
     where = f"{run.folder} was recorded by"
@@ -210,5 +213,5 @@ def _choose_kernels(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in select_variables(environ).items()
-        if name.startswith(("ATEN_", "DNNL_", "LOCKSTEP_", "MKL_", "ONEDNN_"))
+        if name.startswith(("ATEN_", "DNNL_", "MKL_", "ONEDNN_"))
     }

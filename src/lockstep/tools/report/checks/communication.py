@@ -117,7 +117,8 @@ def _measure_all_reduce(name: str) -> tuple[int, float]:
     from lockstep.launcher.world import init, shutdown
 
     is_for_cpu = "cpu" in dist.Backend.backend_capability.get(name, ["cpu"])
-    world = init(device="cpu" if is_for_cpu else None, backend=name, timeout=RANKS_TIMEOUT / 2)
+    device = "cpu" if is_for_cpu else None
+    world = init(device=device, backend=name, timeout=RANKS_TIMEOUT / 2, portable=False)
     try:
         numbers = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=world.device)
         total = numbers
