@@ -20,8 +20,8 @@ PROGRAM = """
 import json, os, sys, time
 import torch
 from lockstep.comm import native_module
-from lockstep.launcher import arithmetic
-from lockstep.launcher.portable import choose_kernels
+from lockstep.portable import arithmetic
+from lockstep.portable.kernels import choose_kernels
 
 native_module.load_native()
 os.environ["XDG_CACHE_HOME"] = sys.argv[2]

@@ -135,7 +135,7 @@ def work(setting: str) -> None:
     """Measure the cases whose names arrive, in this process."""
     import torch
 
-    from lockstep.comm.portable_products import use_portable_products
+    from lockstep.portable.products import use_portable_products
 
     torch.set_num_threads(1)
     if setting == "portable":

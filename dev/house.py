@@ -26,10 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
-    "folders": 14,
+    "folders": 15,
     "nodes in src": 451_000,
     "nodes in tests": 550_000,
-    "code lines in csrc": 9_900,
+    "code lines in csrc": 10_000,
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments in 100": 1.0,
     "imports per module": 5.0,

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.launcher.kernel_variables import OF_TORCH, find_missing_variables
+from lockstep.portable.variables import OF_TORCH, find_missing_variables
 
 THREADS = (1, 2, 3, 4, 8)
 

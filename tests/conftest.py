@@ -24,10 +24,10 @@ import models
 import pytest_lockstep
 import warm
 from lockstep.launcher import fork_server
-from lockstep.launcher.arithmetic import has_portable_bits
 from lockstep.launcher.fork_server import get_fork_server, get_fork_server_pid
-from lockstep.launcher.kernel_variables import find_of_numpy
-from lockstep.launcher.portable import choose_kernels
+from lockstep.portable.arithmetic import has_portable_bits
+from lockstep.portable.kernels import choose_kernels
+from lockstep.portable.variables import find_of_numpy
 
 TESTS = str(Path(__file__).parent)
 TEMPLATE = "pytest_lockstep.template_main"  # from which ranks of marked tests are forked

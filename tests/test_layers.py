@@ -26,6 +26,7 @@ LAYERS = [
         "version",
     },
     {"comm"},
+    {"portable"},
     {"launcher"},
     {"elastic"},
     {"data"},

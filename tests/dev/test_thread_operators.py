@@ -13,7 +13,7 @@ import torch
 
 from dev.thread_operators import ThreadComparison
 from lockstep.comm import backend
-from lockstep.launcher.portable import restore_kernels
+from lockstep.portable.kernels import restore_kernels
 
 TOOL = Path(__file__).resolve().parents[2] / "dev" / "thread_operators.py"
 

@@ -20,7 +20,7 @@ from grammar.models import accumulation_hooked
 from grammar.optimization import Several
 from grammar.outcome import Outcome
 from lockstep.kernel import spec
-from lockstep.launcher.portable import choose_kernels
+from lockstep.portable.kernels import choose_kernels
 
 EVALUATED = 11
 """The batch size of an evaluation."""

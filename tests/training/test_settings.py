@@ -12,8 +12,8 @@ from torch.optim import lr_scheduler as schedulers
 
 import lockstep as ls
 from lockstep.kernel.errors import DisagreementError, RankError
-from lockstep.launcher.arithmetic import measure_arithmetic
-from lockstep.launcher.arithmetic_difference import parse
+from lockstep.portable.arithmetic import measure_arithmetic
+from lockstep.portable.arithmetic_difference import parse
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

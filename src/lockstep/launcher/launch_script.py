@@ -35,7 +35,6 @@ from lockstep.launcher.fork_server import (
     check_open_files,
     get_fork_server,
 )
-from lockstep.launcher.kernel_variables import PORTABLE
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.listening_socket import warn_of_strangers
 from lockstep.launcher.output import RankOutput
@@ -62,6 +61,7 @@ from lockstep.launcher.signals import receiving, reports_on_request
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_target
 from lockstep.messages import log
+from lockstep.portable.variables import PORTABLE
 
 __all__ = [
     "Interrupted",

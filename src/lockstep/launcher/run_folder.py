@@ -35,8 +35,8 @@ from pathlib import Path
 from lockstep.files import lock_file, make_folder, open_or_create, replace_file
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.environment import LAUNCHER
-from lockstep.launcher.kernel_variables import read_portable_request
 from lockstep.launcher.process_stat import read_stat
+from lockstep.portable.variables import read_portable_request
 from lockstep.redaction import redact
 
 __all__ = [

@@ -25,9 +25,9 @@ from lockstep.comm.collectives import (
     send_tensors,
 )
 from lockstep.kernel.errors import DisagreementError, UsageError
-from lockstep.launcher.arithmetic_difference import advise, name_differences
 from lockstep.model.deferred_init import materialize, named_tensors
 from lockstep.model.description import ARITHMETIC, find_difference
+from lockstep.portable.arithmetic_difference import advise, name_differences
 from lockstep.record.run_environment import processor_name
 from lockstep.sharded_tensors import is_sharded
 

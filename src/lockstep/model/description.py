@@ -45,7 +45,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checksum import checksum
 from lockstep.devices import device_names
 from lockstep.kernel.buffer_rules import describe_buffer_rules
-from lockstep.launcher.arithmetic import has_portable_bits, measure_arithmetic
+from lockstep.portable.arithmetic import has_portable_bits, measure_arithmetic
 from lockstep.version import VERSION
 
 __all__ = [

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher.arithmetic import has_portable_bits
 from lockstep.model.compilation import count_compiled
+from lockstep.portable.arithmetic import has_portable_bits
 
 __all__ = ["TOO_MANY_SHAPES", "StaticShapes", "is_limit_error"]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.launcher.arithmetic_difference import name_differences
+from lockstep.portable.arithmetic_difference import name_differences
 from lockstep.redaction import redact
 
 __all__ = [
@@ -63,8 +63,8 @@ def describe_environment() -> dict[str, Any]:
     import torch
 
     from lockstep.devices import device_names
-    from lockstep.launcher.arithmetic import has_portable_bits, measure_arithmetic
     from lockstep.launcher.world import variables_set
+    from lockstep.portable.arithmetic import has_portable_bits, measure_arithmetic
     from lockstep.processor_core import count_usable_cores
     from lockstep.version import VERSION
 

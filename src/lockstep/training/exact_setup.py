@@ -35,7 +35,6 @@ from lockstep.data_parallel.sharded_gradients import (
 from lockstep.data_parallel.sharded_norm import clip_grad_norm_
 from lockstep.elastic.membership import membership
 from lockstep.kernel.errors import LayoutError, UsageError
-from lockstep.launcher.arithmetic import has_portable_bits
 from lockstep.launcher.world import require_world
 from lockstep.messages import log
 from lockstep.model.across_ranks import broadcast_weights, verify_across_ranks
@@ -52,6 +51,7 @@ from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.sharded_tensors import is_sharded
 from lockstep.training.draws_check import DrawsCheck
 from lockstep.training.engine import Engine, EngineOptions

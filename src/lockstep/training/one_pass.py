@@ -36,12 +36,12 @@ from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.kernel.tree import TreeAccumulator, add_present, nodes_of, split
-from lockstep.launcher.arithmetic import has_portable_bits
 from lockstep.model.backward_hooks import has_foreign_hooks
 from lockstep.model.compilation import find_compiled
 from lockstep.model.forward import Metric, call_model, compute_loss, split_targets
 from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.training.grouped_passes import PassResults
 from lockstep.training.pass_attempt import (
     Attempt,
@@ -156,7 +156,7 @@ class OnePass:
         """Return the micro-batches of this rank in groups, each of which is a node of the tree."""
         parts = batch.microbatches
         indices = [part.index for part in parts]
-        is_range = bool(parts) and indices == [*range(indices[0], indices[-1] + 1)]
+        is_range = len(parts) > 1 and indices == [*range(indices[0], indices[-1] + 1)]
         if not is_range or self._has_hooks():
             return [[part] for part in parts]
         self._shapes = {part.index: describe_shapes(part.data) for part in parts}

@@ -21,11 +21,12 @@ import warm
 from lockstep import cli
 from lockstep.comm import backend
 from lockstep.kernel.errors import LockstepError, RankError
-from lockstep.launcher import portable, run_folder
-from lockstep.launcher.arithmetic_difference import parse
-from lockstep.launcher.arithmetic_families import FAMILIES
+from lockstep.launcher import run_folder
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import launch_script
+from lockstep.portable import kernels
+from lockstep.portable.arithmetic_difference import parse
+from lockstep.portable.arithmetic_families import FAMILIES
 from lockstep.record.reader import read_run
 from lockstep.tools.commands.recorded_options import resolve_options
 from lockstep.tools.commands.train import _list_words, command
@@ -85,7 +86,7 @@ def test_the_digest_is_that_of_every_processor(tmp_path):
     assert (summary["digest"], summary["optimizer_digest"]) == (DIGEST, OPTIMIZER_DIGEST), (
         "this machine computes other bits than every x86-64 processor with AVX2 must compute in "
         "portable mode; if the recipe or the kernels changed on purpose, change this digest, the "
-        "README's and portable.CONSTANTS"
+        "README's and kernels.CONSTANTS"
     )
     assert read_run(tmp_path / "mine").header["options"]["portable"]
     status, message = train("--resume", tmp_path / "mine", "--no-portable")
@@ -98,7 +99,7 @@ def test_the_digest_is_that_of_every_processor(tmp_path):
 
 IN_THIS_PROCESS = """
 import json, sys
-from lockstep.launcher import arithmetic
+from lockstep.portable import arithmetic
 from lockstep.tools.commands.recorded_options import resolve_options
 from lockstep.tools.recipes.digits import train
 given = json.loads(sys.argv[1])
@@ -128,7 +129,7 @@ def test_emulated_processors_compute_the_same_bits(tmp_path, processor):
     assert ended.returncode == 0, ended.stderr
     digest, arithmetic = json.loads(ended.stdout.splitlines()[-1])
     hashes = parse(arithmetic)
-    expected = parse(portable.CONSTANTS["2.13"])
+    expected = parse(kernels.CONSTANTS["2.13"])
     assert {name: hashes[name] for name in expected} == expected
     assert digest == DIGEST
 

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import complete
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher.kernel_variables import OF_TORCH
+from lockstep.portable.variables import OF_TORCH
 from lockstep.record.reader import read_run
 from lockstep.record.run_environment import describe_environment
 from lockstep.tools.replay.recorded_program import Base, find_base, find_obstacles, read_program

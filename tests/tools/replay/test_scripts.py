@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import warm
 from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher.kernel_variables import OF_TORCH
+from lockstep.portable.variables import OF_TORCH
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import read_run
 from lockstep.tools.replay.record_audit import audit_record

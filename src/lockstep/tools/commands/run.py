@@ -15,11 +15,6 @@ from lockstep.comm.transport.secret import SECRET_FILE
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.environment import RankInfo, read_rank_info
 from lockstep.launcher.hang_monitor import HangPolicy
-from lockstep.launcher.kernel_variables import (
-    PORTABLE,
-    find_of_launch,
-    read_portable_request,
-)
 from lockstep.launcher.launch_config import HOST_TIMEOUT, LaunchConfig
 from lockstep.launcher.launch_script import launch_script
 from lockstep.launcher.listening_socket import (
@@ -30,6 +25,11 @@ from lockstep.launcher.listening_socket import (
 )
 from lockstep.launcher.run_folder import RUNS, find_description, find_run, read_description
 from lockstep.launcher.supervisor import STOP_GRACE
+from lockstep.portable.variables import (
+    PORTABLE,
+    find_of_launch,
+    read_portable_request,
+)
 
 __all__ = ["command"]
 

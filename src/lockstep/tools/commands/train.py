@@ -16,9 +16,9 @@ from lockstep.files import replace_file
 from lockstep.formatting import format_digest, format_loss, format_quantity
 from lockstep.kernel.errors import FileError, LayoutError, UsageError
 from lockstep.launcher.environment import read_rank_info
-from lockstep.launcher.kernel_variables import find_of_numpy, read_portable_request
 from lockstep.launcher.rank_process import get_task
 from lockstep.messages import log
+from lockstep.portable.variables import find_of_numpy, read_portable_request
 from lockstep.tools.commands.options import json_option
 from lockstep.tools.commands.recorded_options import (
     open_resumed,

@@ -17,13 +17,13 @@ from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.data.dataset_partition import partition
 from lockstep.data.datasets import digits
 from lockstep.formatting import format_quantity
-from lockstep.launcher.arithmetic import has_portable_bits, measure_arithmetic
 from lockstep.launcher.rank_process import take_failure_at_exit
 from lockstep.launcher.world import init
 from lockstep.launcher.world import world as current_world
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import accuracy
 from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.portable.arithmetic import has_portable_bits, measure_arithmetic
 from lockstep.record.program import describe_program
 from lockstep.record.recorder import Recorder
 from lockstep.training.optimizer_config import OptimizerConfig

@@ -15,8 +15,8 @@ from typing import Any
 
 from lockstep.checkpoint.folder import MANIFEST, find_checkpoints, verify
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher.kernel_variables import OF_TORCH, PORTABLE
 from lockstep.launcher.run_folder import CHECKPOINTS
+from lockstep.portable.variables import OF_TORCH, PORTABLE
 from lockstep.record.columns import as_dict, as_float
 from lockstep.record.program import REPLAYABLE, select_variables
 from lockstep.record.reader import Run

@@ -8,11 +8,11 @@ import torch
 
 import warm
 from lockstep.comm.native.binding_folder import get_cache_folder
-from lockstep.launcher import arithmetic, arithmetic_families
-from lockstep.launcher.arithmetic_difference import find_differences, name_differences, parse
+from lockstep.portable import arithmetic, arithmetic_families
+from lockstep.portable.arithmetic_difference import find_differences, name_differences, parse
 from lockstep.record.run_environment import find_environment_differences
 
-PRINT = "from lockstep.launcher import arithmetic; print(arithmetic.compute())"
+PRINT = "from lockstep.portable import arithmetic; print(arithmetic.compute())"
 
 
 @pytest.fixture

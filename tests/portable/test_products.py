@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm import backend, native_module, portable_products
+from lockstep.comm import backend, native_module
 from lockstep.comm.native.binding import BindingError
-from lockstep.comm.portable_products import use_portable_products
 from lockstep.errors import UsageError
+from lockstep.portable.products import use_portable_products
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
@@ -179,9 +179,9 @@ def test_torch_adds_in_another_order():
     a, b = (draw(generator, sizes, torch.float32) for sizes in ((20, 3000), (3000, 20)))
     expected = expect(a, b)
     assert_same(a @ b, expected)
-    portable_products.use_portable_products(False)
+    use_portable_products(False)
     assert not torch.equal(a @ b, expected)
-    portable_products.use_portable_products()
+    use_portable_products()
     assert_same(a @ b, expected)
 
 
@@ -361,7 +361,7 @@ def test_empty_products_and_wrong_arguments_are_those_of_torch():
         lambda: torch.mm(torch.ones(2, 3) + 1j, torch.ones(3, 4) + 1j),
     ]
     ours = [run(case) for case in cases]
-    portable_products.use_portable_products(False)
+    use_portable_products(False)
     for mine, case in zip(ours, cases, strict=True):
         theirs = run(case)
         if isinstance(theirs, str):
@@ -495,7 +495,7 @@ def test_other_convolutions_are_those_of_torch():
         lambda: functional.conv1d(x[0], weight[0]),
     ]
     ours = [run(case) for case in cases]
-    portable_products.use_portable_products(False)
+    use_portable_products(False)
     for mine, case in zip(ours, cases, strict=True):
         theirs = run(case)
         assert mine == theirs if isinstance(theirs, str) else torch.equal(mine, theirs)
@@ -540,7 +540,7 @@ def test_without_the_native_module(monkeypatch):
     native_module.reason_unavailable.cache_clear()
     try:
         with pytest.raises(UsageError, match=r"portable mode .* run `lockstep build`"):
-            portable_products.use_portable_products()
+            use_portable_products()
     finally:
         monkeypatch.undo()
         native_module.reason_unavailable.cache_clear()

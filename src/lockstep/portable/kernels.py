@@ -1,6 +1,6 @@
 """Portable arithmetic: the same bits on every x86-64 processor with AVX2.
 
-Each library reads its variable (`kernel_variables.py`) at its first computation. Torch's own
+Each library reads its variable (`variables.py`) at its first computation. Torch's own
 kernels and oneDNN then use AVX2, and MKL uses code that does not depend on the vendor of the
 processor. The native module replaces matrix products, to make them fast, and the functions whose
 bits depend on the processor nevertheless. The fingerprint of arithmetic shows whether a library had
@@ -10,7 +10,7 @@ chosen other kernels before: it must be the constant of this version of torch.
     by default    portable bits where they can be computed; otherwise torch's own kernels, and a
                   sentence says why
 
-    python -m lockstep.launcher.portable      prints the constant that this machine computes
+    python -m lockstep.portable.kernels      prints the constant that this machine computes
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from collections.abc import Callable
 import torch
 
 from lockstep.comm.native_module import reason_unavailable
-from lockstep.comm.portable_products import use_portable_products
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher.arithmetic import (
+from lockstep.messages import log
+from lockstep.portable.arithmetic import (
     declare_portable,
     has_portable_bits,
     measure_arithmetic,
 )
-from lockstep.launcher.arithmetic_difference import NOT_OF_TORCH, join, name_differences, parse
-from lockstep.launcher.kernel_variables import (
+from lockstep.portable.arithmetic_difference import NOT_OF_TORCH, join, name_differences, parse
+from lockstep.portable.products import use_portable_products
+from lockstep.portable.variables import (
     OF_TORCH,
     PORTABLE,
     find_missing_variables,
     find_problem,
     read_portable_request,
 )
-from lockstep.messages import log
 
 __all__ = [
     "CONSTANTS",

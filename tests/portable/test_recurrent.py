@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.comm import backend
-from lockstep.comm.portable_products import use_portable_products
+from lockstep.portable.products import use_portable_products
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 

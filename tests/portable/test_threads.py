@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.comm import backend
-from lockstep.comm.portable_products import use_portable_products
+from lockstep.portable.products import use_portable_products
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from lockstep.comm.portable_products import use_portable_products
+from lockstep.portable.products import use_portable_products
 
 FUNCTIONS = ("sqrt", "asin", "acos", "atan", "tan")
 REFERENCES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}

@@ -12,12 +12,12 @@ import torch
 
 import lockstep as ls
 import pytest_lockstep
-from lockstep.comm import backend, portable_products
+from lockstep.comm import backend
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher import kernel_variables, portable
-from lockstep.launcher.arithmetic import has_portable_bits
-from lockstep.launcher.kernel_variables import OF_TORCH, find_missing_variables
 from lockstep.launcher.run_folder import command_words
+from lockstep.portable import kernels, products, variables
+from lockstep.portable.arithmetic import has_portable_bits
+from lockstep.portable.variables import OF_TORCH, find_missing_variables
 from lockstep.processor_core import divide_cores
 from lockstep.tools.commands.run import command
 from processes import restoring_handlers
@@ -29,14 +29,14 @@ CPU = torch.device("cpu")
 MEANING = (
     "this processor, or this build of torch, does not compute the bits that every x86-64 processor "
     "with AVX2 must compute in portable mode; if the kernels changed on purpose, write what "
-    "`python -m lockstep.launcher.portable` prints into portable.CONSTANTS"
+    "`python -m lockstep.portable.kernels` prints into kernels.CONSTANTS"
 )
 
 
 @pytest.fixture
 def kernels_of_torch():
     """Begin with torch's own kernels in this process."""
-    portable.restore_kernels()
+    kernels.restore_kernels()
 
 
 HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
@@ -104,11 +104,9 @@ def test_a_loop_without_init_keeps_its_threads_if_its_bits_are_not_portable():
 
 @pytest.mark.usefixtures("kernels_of_torch")
 def test_without_the_compiled_module_the_default_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(portable, "reason_unavailable", lambda: "it is not built: run it")
+    monkeypatch.setattr(kernels, "reason_unavailable", lambda: "it is not built: run it")
     said = []
-    assert not portable.choose_kernels(
-        None, CPU, lambda name, value: pytest.fail(name), said.append
-    )
+    assert not kernels.choose_kernels(None, CPU, lambda name, value: pytest.fail(name), said.append)
     assert said == [
         "bits depend on the kind of processor and on the number of threads, because the compiled "
         "backend is not available: it is not built: run it; or choose this with "
@@ -120,9 +118,7 @@ def test_without_the_compiled_module_the_default_says_what_is_missing(monkeypatc
 def test_a_variable_of_the_user_decides_against_the_default(monkeypatch):
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     said = []
-    assert not portable.choose_kernels(
-        None, CPU, lambda name, value: pytest.fail(name), said.append
-    )
+    assert not kernels.choose_kernels(None, CPU, lambda name, value: pytest.fail(name), said.append)
     assert "because MKL_CBWR=AVX2 contradicts portable arithmetic" in said[0]
 
 
@@ -130,13 +126,13 @@ def test_a_variable_of_the_user_decides_against_the_default(monkeypatch):
 @pytest.mark.usefixtures("kernels_of_torch")
 def test_where_there_are_no_portable_bits_the_default_says_nothing(monkeypatch, machine, device):
     monkeypatch.setattr("platform.machine", lambda: machine)
-    kernel_variables.find_problem.cache_clear()
+    variables.find_problem.cache_clear()
     try:
-        assert not portable.choose_kernels(
+        assert not kernels.choose_kernels(
             None, torch.device(device), lambda name, value: pytest.fail(name), pytest.fail
         )
     finally:
-        kernel_variables.find_problem.cache_clear()
+        variables.find_problem.cache_clear()
 
 
 def test_torchs_own_kernels_can_be_chosen():
@@ -147,14 +143,14 @@ def test_torchs_own_kernels_can_be_chosen():
     assert on_a_new_rank(init) == (False, 1)
 
 
-@pytest.mark.skipif(MINOR not in portable.CONSTANTS, reason=f"no constant for torch {MINOR}")
+@pytest.mark.skipif(MINOR not in kernels.CONSTANTS, reason=f"no constant for torch {MINOR}")
 def test_the_bits_are_those_of_every_processor():
     def measure():
-        with mock.patch.dict(portable.CONSTANTS, clear=True):
+        with mock.patch.dict(kernels.CONSTANTS, clear=True):
             ls.init(portable=True)
-        return portable.measure_of_torch()
+        return kernels.measure_of_torch()
 
-    assert on_a_new_rank(measure) == portable.CONSTANTS[MINOR], MEANING
+    assert on_a_new_rank(measure) == kernels.CONSTANTS[MINOR], MEANING
 
 
 @needs_avx512
@@ -183,15 +179,15 @@ def test_the_variable_is_the_argument():
     assert on_a_new_rank(activate) == ("AVX2", "COMPATIBLE")
 
 
-@pytest.mark.skipif(MINOR not in portable.CONSTANTS, reason=f"no constant for torch {MINOR}")
+@pytest.mark.skipif(MINOR not in kernels.CONSTANTS, reason=f"no constant for torch {MINOR}")
 def test_kernels_that_no_variable_explains_are_named():
     def fail():
         os.environ.update(
             find_missing_variables(os.environ, {"LOCKSTEP_PORTABLE": "1", **OF_TORCH})
         )
-        other = portable.CONSTANTS["2.13"].replace("softmax=", "softmax=0")
+        other = kernels.CONSTANTS["2.13"].replace("softmax=", "softmax=0")
         with (
-            mock.patch.dict(portable.CONSTANTS, {MINOR: other}),
+            mock.patch.dict(kernels.CONSTANTS, {MINOR: other}),
             pytest.raises(UsageError) as raised,
         ):
             ls.init()
@@ -205,24 +201,24 @@ def test_kernels_that_no_variable_explains_are_named():
 def test_another_torch_is_not_verified():
     said = []
     try:
-        with mock.patch.dict(portable.CONSTANTS, clear=True):
-            portable.choose_kernels(True, CPU, lambda name, value: None, said.append)
+        with mock.patch.dict(kernels.CONSTANTS, clear=True):
+            kernels.choose_kernels(True, CPU, lambda name, value: None, said.append)
     finally:
-        portable.restore_kernels()
+        kernels.restore_kernels()
     assert f"the bits of portable arithmetic with torch {MINOR} are not known" in said[0]
 
 
 def test_the_compiled_module_is_needed(monkeypatch):
-    monkeypatch.setattr(portable_products, "reason_unavailable", lambda: "run `lockstep build`")
+    monkeypatch.setattr(products, "reason_unavailable", lambda: "run `lockstep build`")
     with pytest.raises(UsageError, match=r"needs the compiled backend.*: run `lockstep build`"):
-        portable.choose_kernels(True, CPU, lambda name, value: pytest.fail(name))
+        kernels.choose_kernels(True, CPU, lambda name, value: pytest.fail(name))
 
 
 def test_an_accelerator_is_an_error():
     with pytest.raises(
         UsageError, match="those of the CPU, and this rank computes on cuda:1: pass"
     ):
-        portable.choose_kernels(True, torch.device("cuda:1"), lambda name, value: pytest.fail(name))
+        kernels.choose_kernels(True, torch.device("cuda:1"), lambda name, value: pytest.fail(name))
 
 
 def test_a_variable_with_another_value_is_an_error():
@@ -236,12 +232,12 @@ def test_a_variable_with_another_value_is_an_error():
 
 def test_a_processor_without_avx2_is_an_error(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    kernel_variables.find_problem.cache_clear()
+    variables.find_problem.cache_clear()
     try:
         with pytest.raises(UsageError, match="an x86-64 processor with AVX2: this is aarch64"):
             find_missing_variables({}, OF_TORCH)
     finally:
-        kernel_variables.find_problem.cache_clear()
+        variables.find_problem.cache_clear()
 
 
 @pytest.mark.parametrize(

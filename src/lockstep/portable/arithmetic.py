@@ -31,8 +31,8 @@ import torch
 
 from lockstep.comm.native.binding_folder import get_cache_folder, reason_not_trusted
 from lockstep.files import make_folder, replace_file
-from lockstep.launcher.arithmetic_difference import join, parse
-from lockstep.launcher.arithmetic_families import (
+from lockstep.portable.arithmetic_difference import join, parse
+from lockstep.portable.arithmetic_families import (
     FAMILIES,
     FLOATS,
     FUNCTIONS,
