@@ -41,6 +41,7 @@ from lockstep.model.group_exchange import exchange_statuses
 from lockstep.model.loss_check import LossCheckHook
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.time_first import TimeFirstWarning
+from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import Progress
 from lockstep.training.evaluation_operation import EvaluationOperation
@@ -68,6 +69,7 @@ from lockstep.training.step_environment import (
     CollectiveCallCheck,
     GatheredParameters,
     KernelSettings,
+    PortabilityNotes,
 )
 from lockstep.training.step_operation import StepOperation
 from lockstep.training.step_usage import StepUsage
@@ -258,6 +260,8 @@ class Engine:
         if parallel.loss is not None:
             hooks.append(LossCheckHook(parallel.modules_with(setup.model)))
         hooks.append(StepUsage())
+        if has_portable_bits():
+            hooks.append(PortabilityNotes(setup.model, self.history.write))
         passes = getattr(setup.executor, "one_pass", None)
         if isinstance(passes, OnePass):
             hooks.append(OnePassNotes(passes, self.history.write))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.native_module import load_native
 from lockstep.kernel.step_context import Position, StepContext
-from lockstep.kernel.step_hooks import StepHook
+from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.launcher.device_choice import require_deterministic
+from lockstep.messages import log
 from lockstep.model.collective_calls import CollectiveCallGuard
+from lockstep.model.compilation import find_compiled
 from lockstep.model.static_shapes import StaticShapes
 from lockstep.model.watched_calls import ShardedModel
 
-__all__ = ["CollectiveCallCheck", "GatheredParameters", "KernelSettings"]
+__all__ = ["CollectiveCallCheck", "GatheredParameters", "KernelSettings", "PortabilityNotes"]
 
 
 class KernelSettings(StepHook):
@@ -42,6 +45,39 @@ class KernelSettings(StepHook):
         if torch.get_num_threads() != step.parallel.threads:
             torch.set_num_threads(step.parallel.threads)
         return _overlap(self._shapes) if self._may_overlap else self._shapes
+
+
+class PortabilityNotes(StepHook):
+    """The hook that says which operators compute other bits on another processor.
+
+    Args:
+        model: The model, or its compiled wrapper.
+        record: The function that writes a line of the record.
+    """
+
+    def __init__(self, model: nn.Module, record: Callable[..., None]) -> None:
+        self._take = load_native().take_unportable
+        self._take()  # what was computed before is no part of the training
+        self._new = {"torch.compile"} if any(find_compiled(model)) else set()
+        self._said = set[str]()
+        self._record = record
+
+    def report(self, committed: CommittedStep) -> None:
+        """Say which operators of the step are not portable, each of them once."""
+        self._new.update(self._take())
+        if self._new <= self._said:
+            return
+        operators = sorted(self._new - self._said)
+        self._said |= self._new
+        message = (
+            f"other processors compute other bits of this training, because of "
+            f"{', '.join(operators)}"
+        )
+        if committed.step.parallel.rank == 0:
+            log(message)
+        self._record(
+            "portability", step=committed.step.number, operators=operators, message=message
+        )
 
 
 @dataclass

@@ -310,6 +310,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("kernels", [] { return std::string(kernels().name); });
   module.def("use_portable_kernels", &use_portable_kernels, py::arg("enabled"),
              py::arg("kernels") = "");
+  module.def("take_unportable", &take_unportable);
   module.def("set_activity_page", &set_activity_page, py::arg("address"));
   module.def(
       "set_error_types",

@@ -5,7 +5,9 @@
 #include <ATen/TensorIterator.h>
 #include <torch/library.h>
 
+#include <mutex>
 #include <numeric>
+#include <set>
 
 #include "torch_errors.h"
 
@@ -32,6 +34,21 @@ void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t
           body(*reinterpret_cast<const int64_t*>(data[0] + i * strides[0]));
       },
       grain);
+}
+
+static std::mutex noted_mutex;
+static std::set<std::string> noted;
+
+void note_unportable(const std::string& name) {
+  const std::scoped_lock lock(noted_mutex);
+  noted.insert(name);
+}
+
+std::vector<std::string> take_unportable() {
+  const std::scoped_lock lock(noted_mutex);
+  std::vector<std::string> names(noted.begin(), noted.end());
+  noted.clear();
+  return names;
 }
 
 // torch warns of every operator whose kernel is replaced.

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "gemm.h"
 
@@ -42,6 +43,11 @@ class OneThread {
  private:
   const int threads_;
 };
+
+// Notes that an operator computes other bits on another processor.
+void note_unportable(const std::string& name);
+// Returns what was noted since the last call, in alphabetical order.
+std::vector<std::string> take_unportable();
 
 void register_products(torch::Library& library);
 void register_convolutions(torch::Library& library);

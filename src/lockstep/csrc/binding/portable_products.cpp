@@ -159,11 +159,17 @@ static bool try_multiply(const at::Tensor* c, const at::Tensor& a, const at::Ten
 
 // ---- the kernels ----
 
-// What is not covered, such as complex numbers and float16, torch computes in one thread: BLAS
-// divides the terms of a sum.
-
 using at::Scalar;
 using at::Tensor;
+
+// What is not covered, such as complex numbers and float16, torch computes in one thread: BLAS
+// divides the terms of a sum.
+struct LibraryProduct : OneThread {
+  explicit LibraryProduct(const Tensor& a) {
+    if (a.is_complex()) note_unportable("products of complex numbers");
+    if (a.scalar_type() == at::kHalf) note_unportable("products in float16");
+  }
+};
 
 // Three forms of an operator beta * self + alpha * (a b).
 #define DEFINE_WITH_ADDEND(NAME, DIMENSIONS)                                                   \
@@ -171,19 +177,19 @@ using at::Tensor;
                      const Scalar& alpha) {                                                    \
     Tensor result;                                                                             \
     if (try_multiply(&self, a, b, beta, alpha, DIMENSIONS, result)) return result;             \
-    const OneThread guard;                                                                     \
+    const LibraryProduct guard(a);                                                             \
     return at::cpu::NAME(self, a, b, beta, alpha);                                             \
   }                                                                                            \
   static Tensor& NAME##_out(const Tensor& self, const Tensor& a, const Tensor& b,              \
                             const Scalar& beta, const Scalar& alpha, Tensor& out) {            \
     if (try_multiply(&self, a, b, beta, alpha, DIMENSIONS, out)) return out;                   \
-    const OneThread guard;                                                                     \
+    const LibraryProduct guard(a);                                                             \
     return at::cpu::NAME##_outf(self, a, b, beta, alpha, out);                                 \
   }                                                                                            \
   static Tensor& NAME##_in_place(Tensor& self, const Tensor& a, const Tensor& b,               \
                                  const Scalar& beta, const Scalar& alpha) {                    \
     if (try_multiply(&self, a, b, beta, alpha, DIMENSIONS, self, true)) return self;           \
-    const OneThread guard;                                                                     \
+    const LibraryProduct guard(a);                                                             \
     return at::cpu::NAME##_(self, a, b, beta, alpha);                                          \
   }
 
@@ -191,12 +197,12 @@ using at::Tensor;
   static Tensor NAME(const Tensor& a, const Tensor& b) {                      \
     Tensor result;                                                            \
     if (try_multiply(nullptr, a, b, 0, 1, DIMENSIONS, result)) return result; \
-    const OneThread guard;                                                    \
+    const LibraryProduct guard(a);                                            \
     return at::cpu::NAME(a, b);                                               \
   }                                                                           \
   static Tensor& NAME##_out(const Tensor& a, const Tensor& b, Tensor& out) {  \
     if (try_multiply(nullptr, a, b, 0, 1, DIMENSIONS, out)) return out;       \
-    const OneThread guard;                                                    \
+    const LibraryProduct guard(a);                                            \
     return at::cpu::NAME##_outf(a, b, out);                                   \
   }
 

@@ -146,6 +146,15 @@ struct WithOneThread : c10::OperatorKernel {
   SafeKernelFunction original;
 };
 
+// A kernel of MKL, which chooses its code by the processor.
+struct OfMkl : WithOneThread<When::always> {
+  using WithOneThread::WithOneThread;
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    note_unportable(op.schema().name().substr(op.schema().name().find("::") + 2));
+    WithOneThread::operator()(op, keys, stack);
+  }
+};
+
 // ---- in pieces ----
 
 // Tensors of one dense layout, which are divided. Tensors without dimensions, as numbers, stay.
@@ -451,7 +460,8 @@ static Wrap find_wrap(const std::string& name) {
   if (kReductions.contains(name)) return &wrap<WithOneThread<When::one_result>>;
   if (kSums.contains(name)) return &wrap<WithOneThread<When::sum>>;
   if (kNormalizations.contains(name)) return &wrap<WithOneThread<When::channels_last>>;
-  if (kOthers.contains(name) || is_of_mkl(name)) return &wrap<WithOneThread<When::always>>;
+  if (kOthers.contains(name)) return &wrap<WithOneThread<When::always>>;
+  if (is_of_mkl(name)) return &wrap<OfMkl>;
   return nullptr;
 }
 

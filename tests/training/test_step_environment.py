@@ -1,0 +1,83 @@
+"""What a step says of its kernels: operators whose bits are not portable."""
+
+import contextlib
+import io
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from lockstep.comm import backend
+
+pytestmark = pytest.mark.skipif(not backend.available(), reason="portable bits need the extension")
+
+
+class Composed(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(8, 8), function
+
+    def forward(self, inputs):
+        return self.function(self.layer, inputs)
+
+
+MODELS = {
+    "plain": (lambda layer, x: layer(x), []),
+    "LAPACK": (lambda layer, x: x @ torch.linalg.qr(layer.weight).Q, ["linalg_qr"]),
+    "FFT": (lambda layer, x: torch.fft.rfft(layer(x)).abs(), ["_fft_r2c"]),
+    "complex": (
+        lambda layer, x: (layer(x) * (1 + 1j) @ torch.eye(8, dtype=torch.complex64)).real,
+        ["products of complex numbers"],
+    ),
+}
+
+
+def lines_of(name, folder, **chosen):
+    """Train three steps; return the lines about operators, and what was printed."""
+    torch.manual_seed(0)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        model = Composed(MODELS[name][0])
+        if chosen.get("is_compiled"):
+            model.compile(backend="eager")
+        trainer = ls.Trainer(
+            model,
+            nn.CrossEntropyLoss(),
+            partial(torch.optim.SGD, lr=0.1),
+            loggers=folder,
+            progress=False,
+        )
+        for _ in range(3):
+            trainer.step((torch.randn(16, 8), torch.arange(16) % 3))
+        trainer.finish()
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["kind"] == "portability"]
+    return [(line["step"], line["operators"]) for line in found], said.getvalue()
+
+
+def test_operators_that_are_not_portable_are_named_once(ranks, tmp_path):
+    def train_all():
+        torch.linalg.inv(torch.eye(3))  # no part of a training
+        return {name: lines_of(name, tmp_path / name) for name in MODELS} | {
+            "compiled": lines_of("plain", tmp_path / "compiled", is_compiled=True)
+        }
+
+    (found,) = ranks(train_all, 1)
+    expected = {name: operators for name, (_, operators) in MODELS.items()}
+    for name, operators in (expected | {"compiled": ["torch.compile"]}).items():
+        lines, said = found[name]
+        begin = "other processors compute other bits of this training, because of"
+        assert said.count(begin) == bool(operators), (name, said)
+        assert len(lines) == bool(operators)
+        for step, listed in lines:
+            assert step == 0
+            assert {*operators} <= {*listed}
+            assert f"{begin} {', '.join(listed)}" in said
+
+
+def test_nothing_is_said_without_portable_bits(ranks, tmp_path):
+    ((lines, said),) = ranks(lambda: lines_of("LAPACK", tmp_path), 1, portable=False)
+    assert lines == []
+    assert "other processors" not in said
