@@ -357,3 +357,18 @@ def test_the_newest_run_is_one_with_the_same_arithmetic(lockstep_run):
     with mock.patch.dict(os.environ, LOCKSTEP_PORTABLE="1"):
         assert lockstep_run(*auto, status=75) == (name, ["COMPATIBLE", "X86_V4", "1"])
     assert lockstep_run(*auto)[0] == other
+
+
+def test_onednn_has_chosen_its_instructions_when_init_returns():
+    """It reads the variable in its first computation, which may come after `shutdown`."""
+
+    def compute():
+        ls.init()
+        return torch.nn.functional.gelu(spread(512))
+
+    def compute_after():
+        ls.init()
+        ls.shutdown()
+        return torch.nn.functional.gelu(spread(512))
+
+    assert torch.equal(on_a_new_rank(compute), on_a_new_rank(compute_after))

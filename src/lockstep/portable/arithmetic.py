@@ -102,11 +102,12 @@ def _probe() -> ComputedTensors:
     """Yield a few results that tell most kinds of arithmetic apart.
 
     It calls each of MKL's vector functions, whose first call must not be made by several threads at
-    once: it could return wrong results.
+    once: it could return wrong results. And it calls oneDNN, which chooses its instructions then.
     """
     yield make_values(24, 130) @ make_values(130, 24)
     yield torch.conv2d(make_values(1, 8, 6, 6), make_values(8, 8, 3, 3))
     yield make_values(3, 40).softmax(1)
+    yield torch.nn.functional.gelu(make_values(64))  # by oneDNN
     for dtype in (torch.float32, torch.float64):
         inside = make_values(64, dtype=dtype) / 4.1 + 0.5
         for name in FUNCTIONS:
