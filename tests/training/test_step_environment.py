@@ -21,6 +21,8 @@ class Composed(nn.Module):
         self.layer, self.function = nn.Linear(8, 8), function
 
     def forward(self, inputs):
+        if isinstance(self.function, nn.Module):
+            return self.function(self.layer(inputs)[:, None])[0][:, 0]
         return self.function(self.layer, inputs)
 
 
@@ -28,6 +30,7 @@ MODELS = {
     "plain": (lambda layer, x: layer(x), []),
     "LAPACK": (lambda layer, x: x @ torch.linalg.qr(layer.weight).Q, ["linalg_qr"]),
     "FFT": (lambda layer, x: torch.fft.rfft(layer(x)).abs(), ["_fft_r2c"]),
+    "LSTM": (nn.LSTM(8, 8), ["lstm"]),
     "complex": (
         lambda layer, x: (layer(x) * (1 + 1j) @ torch.eye(8, dtype=torch.complex64)).real,
         ["products of complex numbers"],
@@ -75,6 +78,27 @@ def test_operators_that_are_not_portable_are_named_once(ranks, tmp_path):
             assert step == 0
             assert {*operators} <= {*listed}
             assert f"{begin} {', '.join(listed)}" in said
+
+
+def test_an_lstm_is_portable_if_it_is_asked_for(ranks, tmp_path):
+    ((lines, _),) = ranks(lambda: lines_of("LSTM", tmp_path), 1, portable=True)
+    assert lines == []
+
+
+def test_an_lstm_does_not_depend_on_the_threads(ranks):
+    def train_both():
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            torch.manual_seed(0)
+            model = nn.LSTM(48, 96, 2, batch_first=True)
+            inputs = torch.randn(32, 30, 48, requires_grad=True)
+            outputs = model(inputs)[0]
+            outputs.square().sum().backward()
+            found.append([outputs.detach(), inputs.grad, *(p.grad for p in model.parameters())])
+        return [all(map(torch.equal, found[0], each)) for each in found]
+
+    assert ranks(train_both, 1) == [[True] * 3]
 
 
 def test_nothing_is_said_without_portable_bits(ranks, tmp_path):

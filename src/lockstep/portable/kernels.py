@@ -7,8 +7,8 @@ bits depend on the processor nevertheless. The fingerprint of arithmetic shows w
 chosen other kernels before: it must be the constant of this version of torch.
 
     asked for     portable bits, or an error
-    by default    portable bits where they can be computed; otherwise torch's own kernels, and a
-                  sentence says why
+    by default    portable bits where they can be computed, except of LSTMs in float32; otherwise
+                  torch's own kernels, and a sentence says why
 
     python -m lockstep.portable.kernels      prints the constant that this machine computes
 """
@@ -111,8 +111,8 @@ def restore_kernels() -> None:
         _replace_kernels(False)
 
 
-def _replace_kernels(enabled: bool) -> None:
-    use_portable_products(enabled)
+def _replace_kernels(enabled: bool, *, keeps_lstm: bool = False) -> None:
+    use_portable_products(enabled, keeps_lstm=keeps_lstm)
     declare_portable(enabled)
 
 
@@ -144,7 +144,7 @@ def _choose(set_variable: Callable[[str, str], None], say: Callable[[str], None]
         set_variable(first, variables[first])
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         return f"{COMPUTED_BEFORE}: call it at the beginning of the script"
-    _replace_kernels(True)
+    _replace_kernels(True, keeps_lstm=True)  # composed, it takes three times as long
     for name in variables.keys() - {first}:
         set_variable(name, variables[name])
     families = _find_other_families(say)

@@ -56,7 +56,7 @@ struct IgnoreWarnings : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-void use_portable_kernels(bool enabled, const std::string& kernels) {
+void use_portable_kernels(bool enabled, const std::string& kernels, bool keeps_lstm) {
   static torch::Library* library = nullptr;  // never freed: threads may compute until the end
   static torch::Library* composite = nullptr;
   delete library;
@@ -75,7 +75,7 @@ void use_portable_kernels(bool enabled, const std::string& kernels) {
   register_threads(*library);
   composite = new torch::Library(torch::Library::IMPL, "aten",
                                  c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
-  register_recurrent(*composite);
+  register_recurrent(*composite, keeps_lstm);
 }
 
 }  // namespace lockstep

@@ -21,8 +21,9 @@ class Library;
 namespace lockstep {
 
 // Replaces the kernels in this process, or restores torch's. `kernels` names a set of gemm.h; ""
-// is the fastest. Not while another thread computes products.
-void use_portable_kernels(bool enabled, const std::string& kernels);
+// is the fastest. `keeps_lstm`: oneDNN's LSTM in float32, which is faster and not portable, stays.
+// Not while another thread computes products.
+void use_portable_kernels(bool enabled, const std::string& kernels, bool keeps_lstm);
 
 // The set in use.
 const Gemm& portable_gemm();
@@ -53,6 +54,7 @@ void register_products(torch::Library& library);
 void register_convolutions(torch::Library& library);
 void register_functions(torch::Library& library);
 void register_threads(torch::Library& library);
-void register_recurrent(torch::Library& library);  // composite: above autograd
+// Composite: above autograd.
+void register_recurrent(torch::Library& library, bool keeps_lstm);
 
 }  // namespace lockstep

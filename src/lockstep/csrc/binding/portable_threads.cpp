@@ -146,11 +146,12 @@ struct WithOneThread : c10::OperatorKernel {
   SafeKernelFunction original;
 };
 
-// A kernel of MKL, which chooses its code by the processor.
+// A kernel of MKL or oneDNN, which chooses its code by the processor.
 struct OfMkl : WithOneThread<When::always> {
   using WithOneThread::WithOneThread;
   void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
-    note_unportable(op.schema().name().substr(op.schema().name().find("::") + 2));
+    const std::string name = op.schema().name().substr(op.schema().name().find("::") + 2);
+    note_unportable(name.rfind("mkldnn_rnn", 0) == 0 ? "lstm" : name);
     WithOneThread::operator()(op, keys, stack);
   }
 };
@@ -425,13 +426,13 @@ static const Names kOthers = {
     "vdot",
 };
 
-// LAPACK and FFT divide sums among threads, if MKL decides so.
+// LAPACK, FFT and oneDNN's LSTM divide sums among threads, if the library decides so.
 static bool is_of_mkl(const std::string& name) {
   static const Names whole = {"cholesky_inverse", "cholesky", "geqrf", "ormqr", "triangular_solve"};
   static const Names others = {"linalg_vector_norm", "linalg_cross", "linalg__powsum"};
   if (whole.contains(name)) return true;
   if (others.contains(name)) return false;
-  for (const char* prefix : {"linalg_", "_linalg_", "_fft_", "_cholesky_"})
+  for (const char* prefix : {"linalg_", "_linalg_", "_fft_", "_cholesky_", "mkldnn_rnn_layer"})
     if (name.rfind(prefix, 0) == 0) return true;
   return false;
 }

@@ -109,7 +109,7 @@ def read_program(run: Run, step: int) -> Program:
     if isinstance(threads, int):
         environ.setdefault("OMP_NUM_THREADS", str(threads))
     is_portable = as_dict(run.latest("environment", step)).get("portable")
-    environ = ({PORTABLE: "1", **OF_TORCH} if is_portable else {PORTABLE: "0"}) | environ
+    environ = (OF_TORCH if is_portable else {PORTABLE: "0"}) | environ
     given = program.get("arguments")
     arguments = tuple(map(str, given)) if isinstance(given, (list, tuple)) else ()
     where = f"{run.folder} was recorded by"
