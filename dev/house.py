@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 15,
-    "nodes in src": 451_000,
+    "nodes in src": 452_000,
     "nodes in tests": 550_000,
     "code lines in csrc": 10_000,
     "nodes per code line": 8.95,
