@@ -261,7 +261,7 @@ class Engine:
             hooks.append(LossCheckHook(parallel.modules_with(setup.model)))
         hooks.append(StepUsage())
         if has_portable_bits():
-            hooks.append(PortabilityNotes(setup.model, self.history.write))
+            hooks.append(PortabilityNotes(self.history.write))
         passes = getattr(setup.executor, "one_pass", None)
         if isinstance(passes, OnePass):
             hooks.append(OnePassNotes(passes, self.history.write))

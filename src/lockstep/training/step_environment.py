@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.launcher.device_choice import require_deterministic
 from lockstep.messages import log
 from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.model.compilation import find_compiled
 from lockstep.model.static_shapes import StaticShapes
 from lockstep.model.watched_calls import ShardedModel
 
@@ -51,20 +51,21 @@ class PortabilityNotes(StepHook):
     """The hook that says which operators compute other bits on another processor.
 
     Args:
-        model: The model, or its compiled wrapper.
         record: The function that writes a line of the record.
     """
 
-    def __init__(self, model: nn.Module, record: Callable[..., None]) -> None:
+    def __init__(self, record: Callable[..., None]) -> None:
         self._take = load_native().take_unportable
         self._take()  # what was computed before is no part of the training
-        self._new = {"torch.compile"} if any(find_compiled(model)) else set()
+        self._new = set[str]()
         self._said = set[str]()
         self._record = record
 
     def report(self, committed: CommittedStep) -> None:
         """Say which operators of the step are not portable, each of them once."""
         self._new.update(self._take())
+        if "torch._inductor.graph" in sys.modules:  # which generates code for this processor
+            self._new.add("torch.compile")
         if self._new <= self._said:
             return
         operators = sorted(self._new - self._said)
