@@ -1,11 +1,13 @@
 """The graphs of steps depend only on shapes, not on what was compiled before or elsewhere."""
 
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from lockstep.comm import backend as native
 from lockstep.kernel.errors import UsageError
 from lockstep.model.static_shapes import StaticShapes
 
@@ -216,3 +218,27 @@ def test_a_model_that_was_compiled_before_a_reset_has_a_graph_per_shape(backend)
         for size in (2, 3, 4):
             model(torch.ones(size, 2))
     assert backend.symbolic == [False] * 3
+
+
+@pytest.mark.skipif(not native.available(), reason="portable bits need the extension")
+def test_the_code_of_inductor_uses_one_thread_for_portable_bits():
+    """Otherwise it asks torch for their number, on which its sums depend."""
+    from torch._inductor import config
+
+    threads = []
+
+    def compile_graph(graph, inputs):
+        threads.append(config.cpp.threads)
+        return graph
+
+    function = torch.compile(double, backend=compile_graph)
+    for is_portable in (True, False):
+        torch.compiler.reset()
+        with (
+            mock.patch("lockstep.model.static_shapes.has_portable_bits", return_value=is_portable),
+            StaticShapes(nn.Identity()),
+        ):
+            function(torch.ones(5))
+    torch.compiler.reset()
+    assert threads == [1, -1]
+    assert config.cpp.threads == -1
