@@ -58,10 +58,7 @@ TRANSFORMER = NETWORKS["transformer"]
 
 TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Data]]] = {
     "digits": (digit_network, partial(draw, 1, 28, 28, classes=10)),
-    "transformer": (
-        NETWORKS["transformer"].model,
-        partial(NETWORKS["transformer"].batch, BATCH, 0),
-    ),
+    "transformer": (TRANSFORMER.model, partial(TRANSFORMER.batch, BATCH, 0)),
     "resnet18": (RESNET18.model, partial(RESNET18.batch, BATCH, 0)),
     "lstm": (Lstm, partial(draw, 50, 32, classes=10)),
 }

@@ -53,6 +53,9 @@ CONSTANTS = {
 """The fingerprint of portable arithmetic by the minor version of torch, without the families that
 do not depend on torch alone."""
 
+VERSION = ".".join(torch.__version__.split(".")[:2])
+"""The minor version of torch."""
+
 COMPUTED_BEFORE = (
     "because torch had computed something before lockstep.init() and keeps the kernels that it "
     "chose then"
@@ -153,11 +156,10 @@ def _choose(set_variable: Callable[[str, str], None], say: Callable[[str], None]
 
 def _find_other_families(say: Callable[[str], None]) -> str:
     """Return the families that this process computes with other bits than portable arithmetic."""
-    version = ".".join(torch.__version__.split(".")[:2])
-    expected = CONSTANTS.get(version)
+    expected = CONSTANTS.get(VERSION)
     if expected is None:
         say(
-            f"the bits of portable arithmetic with torch {version} are not known to this version "
+            f"the bits of portable arithmetic with torch {VERSION} are not known to this version "
             "of Lockstep, so they are not verified"
         )
         return ""
@@ -178,9 +180,8 @@ def _refuse(families: str, is_set_here: bool) -> None:
             "and keeps the kernels that it chose then: call ls.init first, or start the script "
             "with `lockstep run --portable`"
         )
-    version = ".".join(torch.__version__.split(".")[:2])
     raise UsageError(
-        f"{difference} with torch {version}: this build of torch ({torch.__version__}) has other "
+        f"{difference} with torch {VERSION}: this build of torch ({torch.__version__}) has other "
         "kernels, or the program has changed how they compute; run without --portable"
     )
 

@@ -7,6 +7,7 @@ The native module replaces them by its own (`csrc/core/gemm.h`):
 |---|---|
 | `mm`, `bmm`, `addmm`, `baddbmm`, `addmv` in all forms | float32, float64, bfloat16 |
 | `convolution`, `convolution_backward`: 2D, not transposed, one group | float32, float64 |
+| the same in all forms: in float32, and rounded once | bfloat16, float16 |
 | `sqrt`, `asin`, `acos`, `atan`, `tan`, `pow(x, 0.5)` | float32, float64 |
 | `lstm`, of sequences that are not packed: without oneDNN | all; in float32 if it is asked for |
 | those whose bits depend on the number of threads: in pieces, or on one thread | all |

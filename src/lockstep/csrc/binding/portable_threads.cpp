@@ -78,20 +78,25 @@ enum class When {
   channels_last  // if a tensor is not contiguous, or has one number per channel, which is both
 };
 
-static bool reduces_all(const Arguments& arguments, const Tensor& input) {
+// The dimensions that are reduced; none if all are, or if torch has a message for them.
+static std::vector<int64_t> list_reduced(const Arguments& arguments, const Tensor& input) {
   const auto index = arguments.find("dim");
-  if (!index) return true;
+  if (!index) return {};
   const c10::IValue& dim = arguments[*index];
-  if (!dim.isInt() && !dim.isIntList()) return true;  // none, or names
-  const std::vector<int64_t> reduced =
+  if (!dim.isInt() && !dim.isIntList()) return {};  // none, or names
+  std::vector<int64_t> reduced =
       dim.isInt() ? std::vector<int64_t>{dim.toInt()} : dim.toIntVector();
+  for (int64_t& number : reduced) {
+    if (number < 0) number += input.dim();
+    if (number < 0 || number >= input.dim()) return {};
+  }
+  return reduced;
+}
+
+static bool reduces_all(const std::vector<int64_t>& reduced, const Tensor& input) {
   if (reduced.empty()) return true;
   int64_t kept = input.numel();
-  for (const int64_t one : reduced) {
-    const int64_t number = one < 0 ? one + input.dim() : one;
-    if (number < 0 || number >= input.dim() || !kept) return true;  // torch has the message
-    kept /= std::max<int64_t>(1, input.size(number));
-  }
+  for (const int64_t number : reduced) kept /= std::max<int64_t>(1, input.size(number));
   return kept <= 1;
 }
 
@@ -101,16 +106,11 @@ static bool reduces_all(const Arguments& arguments, const Tensor& input) {
 // one the rest. Columns that do not fill a vector are added four at a time, in another order than
 // the last columns of a wider part. Up to three are added one by one in both cases. Tensors of
 // other layouts are divided in other ways.
-static bool divides_columns(const Arguments& arguments, const Tensor& input) {
-  if (reduces_all(arguments, input) || !input.is_contiguous()) return true;
-  const c10::IValue& dim = arguments[*arguments.find("dim")];
-  const std::vector<int64_t> reduced =
-      dim.isInt() ? std::vector<int64_t>{dim.toInt()} : dim.toIntVector();
+static bool divides_columns(const std::vector<int64_t>& reduced, const Tensor& input) {
+  if (reduces_all(reduced, input) || !input.is_contiguous()) return true;
   int64_t last = 0;
-  for (const int64_t one : reduced) {
-    const int64_t number = one < 0 ? one + input.dim() : one;
+  for (const int64_t number : reduced)
     if (input.size(number) > 1) last = std::max(last, number);
-  }
   int64_t columns = 1;
   for (int64_t i = last + 1; i < input.dim(); ++i) columns *= input.size(i);
   constexpr int64_t kPart = 128, kVector = 32, kTogether = 4;
@@ -133,8 +133,9 @@ struct WithOneThread : c10::OperatorKernel {
     if constexpr (when == When::always) return true;
     if (!arguments.count() || !arguments[0].isTensor()) return true;
     const Tensor& input = arguments[0].toTensor();
-    if constexpr (when == When::one_result) return reduces_all(arguments, input);
-    if constexpr (when == When::sum) return divides_columns(arguments, input);
+    if constexpr (when == When::one_result)
+      return reduces_all(list_reduced(arguments, input), input);
+    if constexpr (when == When::sum) return divides_columns(list_reduced(arguments, input), input);
     if (input.dim() <= 2 || input.numel() == input.size(0) * input.size(1)) return true;
     for (size_t i = 0; i < arguments.count(); ++i)
       if (arguments[i].isTensor() && arguments[i].toTensor().defined() &&
