@@ -29,7 +29,7 @@ LIMITS = {
     "folders": 15,
     "nodes in src": 452_000,
     "nodes in tests": 550_000,
-    "code lines in csrc": 10_000,
+    "code lines in csrc": 10_100,
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments in 100": 1.0,
     "imports per module": 5.0,
@@ -39,7 +39,7 @@ LIMITS = {
     "step: nodes reached": 57_500,
     "ls.exact: modules reached": 98,
     "ls.exact: nodes reached": 99_000,
-    "trainer: modules reached": 265,
+    "trainer: modules reached": 270,
     "large classes without a reason": 0,
 }
 """The largest values. A limit that would cost users something is raised: the commit says why."""

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 import lockstep as ls
 import pytest_lockstep
-from lockstep.training import model_setup, one_pass, pass_plan
+from lockstep.training import model_setup, one_pass, pass_plan, pass_trial
 from lockstep.training.one_pass import OnePass
 
 STEPS = 4  # of which the steps 0, 1 and 2 compare, and the last one is computed in one pass
@@ -466,7 +466,7 @@ def train(model, batches, *, is_joined, loss=None, **options):
             trainer.engine.setup.executor.one_pass = None
         for batch in batches:
             trainer.step(batch)
-    return trainer.digest(), trainer.optimizer_digest(), sum(joined), joint.note
+    return trainer.digest(), trainer.optimizer_digest(), sum(joined), joint.known.note
 
 
 def compare(make, rules=None, batches=None, **options):
@@ -602,7 +602,7 @@ def compare_limited():
 
     original = OnePass.compute
     with (
-        mock.patch.object(one_pass, "MOST_BYTES", 4 * 2 * (64 + 64 + 16) * 4),
+        mock.patch.object(pass_trial, "MOST_BYTES", 4 * 2 * (64 + 64 + 16) * 4),
         mock.patch.object(OnePass, "compute", compute),
     ):
         return compare(JOINED["linear layers"], batches=[data()] * 8), sizes

@@ -113,7 +113,7 @@ def train(name, *, together, batch_size=32, late=None):
             optimizer.step()
             optimizer.zero_grad()
     joint = exact.engine.setup.executor.one_pass
-    return [*bits, ls.digest(model)], sizes, joint.note
+    return [*bits, ls.digest(model)], sizes, joint.known.note
 
 
 def on_portable_ranks(function, ranks=1):

@@ -11,14 +11,14 @@ up samples is computed for each micro-batch (`lockstep.training.pass_plan`). The
 of a pass are those of a node of the tree. Which these are decides how fast a step is, and is never
 compared between ranks.
 
-A model may couple samples. So a pass is tried first, beside the separate
-ones whose results count, and all bits are compared; this is repeated in the steps that are audited
-by default. After a difference the micro-batches are computed one by one.
+A model may couple samples. So a pass is tried first, beside the separate ones whose results count,
+and all bits are compared (`lockstep.training.pass_trial`); this is repeated in the steps that are
+audited by default. After a difference the micro-batches are computed one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,13 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lockstep.audit.audit_config import AuditConfig
-from lockstep.audit.repetition_trace import StateWatch
-from lockstep.comm.native_module import load_native
 from lockstep.data.microbatch import join_samples
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers, have_same_bits
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
-from lockstep.kernel.tree import TreeAccumulator, add_present, nodes_of, split
+from lockstep.kernel.tree import nodes_of, split
 from lockstep.model.backward_hooks import has_foreign_hooks
 from lockstep.model.compilation import find_compiled
 from lockstep.model.forward import Metric, call_model, compute_loss, split_targets
@@ -45,70 +43,24 @@ from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.training.grouped_passes import PassResults
 from lockstep.training.pass_attempt import (
     Attempt,
-    Pass,
     cut_rows,
     describe_shapes,
     join_gradients,
-    list_names,
-    list_reads,
-    make_recorded,
     run_from_roots,
-    take_calls,
 )
-from lockstep.training.pass_plan import (
-    CannotJoin,
-    PassPlan,
-    count_bytes,
-    plan_passes,
+from lockstep.training.pass_plan import CannotJoin
+from lockstep.training.pass_trial import (
+    CHANGED,
+    KnownPasses,
+    PassKind,
+    Trial,
+    discard_results,
 )
 
-__all__ = [
-    "JoinedPass",
-    "OnePass",
-    "OnePassNotes",
-    "Trial",
-    "can_join",
-    "make_one_pass",
-]
-
-MOST_BYTES = 128 << 20
-"""The bytes that a pass may keep for its backward pass: with more of them per micro-batch, the time
-of a pass is that of its kernels, not of calling them."""
-
-MOST_TRIALS = 8
-"""The number of kinds of micro-batches, such as lengths of sequences, that are tried."""
-
-CHANGED = "{} was not called as in the first step"
+__all__ = ["OnePass", "OnePassNotes", "can_join", "make_one_pass"]
 
 SCHEDULE = AuditConfig()
 """The steps in which a pass is compared with separate passes again."""
-
-GradientList = list[torch.Tensor | None]
-
-
-class JoinedPass:
-    """A pass over micro-batches with the shapes of those for which it was planned.
-
-    Args:
-        plan: The operators.
-        segments: The number of micro-batches.
-    """
-
-    def __init__(self, plan: PassPlan, segments: int) -> None:
-        make = load_native().SegmentedCalls
-        self.forward = make(plan.forward, segments)
-        self.backward = make(plan.backward, segments)
-
-    def restart(self) -> None:
-        """Expect the first operators again."""
-        self.forward.restart()
-        self.backward.restart()
-
-    def require_same(self) -> None:
-        """Raise CannotJoin unless the passes have called the operators of the plan."""
-        for calls in (self.forward, self.backward):
-            if name := calls.find_difference():
-                raise CannotJoin(CHANGED.format(name))
 
 
 # It has many attributes: what a pass is computed with, and what is known about passes.
@@ -124,7 +76,7 @@ class OnePass:
         roots: The roots of backward passes.
 
     Attributes:
-        note: Why micro-batches are computed one by one; "" if they are not.
+        known: What trials have found.
     """
 
     def __init__(
@@ -144,11 +96,8 @@ class OnePass:
         self._roots = roots
         self._every_module = [one for root in modules.values() for one in root.modules()]
         self._parameters = [*nn.ModuleList(modules.values()).parameters()]
-        self._joined: dict[Any, JoinedPass | None] = {}  # None: computed one by one
-        self._bytes: dict[Any, int] = {}  # of a micro-batch, by its shapes
-        self._tried: set[Any] = set()
         self._shapes: dict[int, Any] = {}
-        self.note = ""
+        self.known = KnownPasses()
 
     # --- which micro-batches ---------------------------------------------------------------------
 
@@ -180,7 +129,7 @@ class OnePass:
         """Return whether micro-batches are alike, and their pass does not keep too much memory."""
         shapes = [self._shapes[part.index] for part in group]
         is_alike = shapes[0] is not None and shapes.count(shapes[0]) == len(shapes)
-        return is_alike and self._bytes.get(shapes[0], 0) * len(group) <= MOST_BYTES
+        return is_alike and self.known.fits(PassKind(len(group), shapes[0]))
 
     def _has_hooks(self) -> bool:
         """Return whether hooks of the user would be called less often, or get other tensors."""
@@ -197,9 +146,8 @@ class OnePass:
             or any(one._backward_hooks or has_foreign_hooks(one) for one in self._parameters)
         )
 
-    def _key(self, group: Sequence[Microbatch]) -> Any:
-        """Return what decides whether a pass was planned for micro-batches such as these."""
-        return len(group), self._shapes[group[0].index]
+    def _kind(self, group: Sequence[Microbatch]) -> PassKind:
+        return PassKind(len(group), self._shapes[group[0].index])
 
     # --- a pass ----------------------------------------------------------------------------------
 
@@ -223,7 +171,7 @@ class OnePass:
         """Return a pass over micro-batches, if it is known that their bits are the same."""
         if len(group) == 1 or step.observers or self._is_compared(step, group):
             return None
-        joined = self._joined.get(self._key(group))
+        joined = self.known.find(self._kind(group))
         if joined is None:
             return None
         joined.restart()
@@ -231,33 +179,25 @@ class OnePass:
 
     def close(self, attempt: Attempt) -> PassResults | None:
         """Return the results of a pass; None: its micro-batches are computed one by one."""
-        key = self._key(attempt.group)
-        joined = self._joined[key]
+        kind = self._kind(attempt.group)
+        joined = self.known.find(kind)
         assert joined is not None
         try:
             results = attempt.take()
             joined.require_same()
         except Exception as error:  # one that is not ours is raised again by the separate passes
-            del self._joined[key]  # it is planned again in the next step
+            self.known.forget(kind)
             if isinstance(error, CannotJoin):
                 # Numbers that another operator has drawn are no reason of their own.
                 name = joined.forward.find_difference()
-                reason = CHANGED.format(name) if name else str(error)
-                self.note = self.note or reason
-            self.clear(attempt.buffers)
+                self.known.explain(CHANGED.format(name) if name else str(error))
+            discard_results(self._parameters, attempt.buffers)
             return None
         return results
 
     def _is_compared(self, step: StepContext, group: Sequence[Microbatch]) -> bool:
         """Return whether a pass that is known is compared with separate ones again."""
         return SCHEDULE.is_audited(step.number)
-
-    def clear(self, buffers: Buffers) -> None:
-        """Discard the gradients of a pass, and the buffers that it may have written."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        for slot in buffers.slots:
-            slot.copy = None
 
     def perform(self, attempt: Attempt) -> None:
         """Compute micro-batches together."""
@@ -351,90 +291,29 @@ class OnePass:
         run_backward(root, gradient, retain_graph=False)
         return loss.detach(), metrics
 
-    # --- a trial ---------------------------------------------------------------------------------
-
     def begin_trial(
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
     ) -> Trial | None:
         """Return what compares the separate passes of a group with one; None if it is not due."""
         if len(group) == 1:
             return None
-        key = self._key(group)
-        is_known = key in self._joined
-        if is_known and (self._joined[key] is None or not self._is_compared(step, group)):
+        kind = self._kind(group)
+        if self.known.is_known(kind):
+            is_joined = self.known.find(kind) is not None
+            if not is_joined or not self._is_compared(step, group):
+                return None
+        if not self.known.allow_trial(kind):
             return None
-        if len(self._tried | {key}) > MOST_TRIALS:
-            return None
-        self._tried.add(key)
-        return Trial(self, step, buffers, group, is_new=not is_known)
-
-    def conclude(self, trial: Trial) -> Iterator[Attempt]:
-        """Yield the passes that have to be computed, and compare the bits of the last one."""
-        group = trial.group
-        key = self._key(group)
-        is_new = trial.is_new
-        watch = StateWatch(self._modules)
-        watch.begin()
-        joined = None
-        try:
-            joined = (yield from self._plan(trial)) if is_new else self._joined[key]
-            if joined is not None:
-                joined.restart()
-                attempt = trial.attempt(group, joined.forward, joined.backward)
-                yield attempt
-                results = attempt.take()
-                joined.require_same()
-                if difference := trial.find_difference(results, self._parameters):
-                    raise CannotJoin(f"{difference} has other bits for several micro-batches")
-                if changed := watch.list_changes():
-                    raise CannotJoin(f"forward changes {changed[0]}")
-        except CannotJoin as reason:
-            joined = None
-            self.note = self.note or str(reason)
-            if not is_new:
-                self.note += (
-                    ", so the bits of earlier steps may be others than those of separate passes"
-                )
-        except Exception as error:  # the separate passes had none
-            joined = None
-            self.note = self.note or f"several micro-batches raise {type(error).__name__}: {error}"
-        finally:
-            self.clear(trial.buffers)
-        shapes = self._shapes[group[0].index]
-        if joined is None and self._bytes.get(shapes, 0) * len(group) > MOST_BYTES:
-            return  # fewer micro-batches are tried in the next step
-        self._joined[key] = joined
-
-    def _plan(self, trial: Trial) -> Generator[Attempt, None, JoinedPass | None]:
-        """Record the passes over one micro-batch and over all; None if they keep too much."""
-        group = trial.group
-        alone = trial.alone
-        if alone is None:
-            alone = trial.record(group[:1])
-            yield alone
-        one = take_calls(alone)
-        self.clear(trial.buffers)
-        shapes = self._shapes[group[0].index]
-        self._bytes[shapes] = count_bytes(one[0])
-        if self._bytes[shapes] * len(group) > MOST_BYTES:
-            self._tried.discard(self._key(group))
-            return None
-        last = trial.last
-        if last is None:
-            last = trial.record(group[-1:], first=alone)
-            yield last
-        if list_names(take_calls(last)) != list_names(one):
-            raise CannotJoin("other operators are called for another micro-batch")
-        self.clear(trial.buffers)
-        together = trial.record(group, first=alone, last=last)
-        yield together
-        several = take_calls(together)
-        self.clear(trial.buffers)
-        if list_reads(together) != list_reads(alone):
-            raise CannotJoin("values of samples are read by numpy() or tolist()")
-        rule = load_native().SegmentRule
-        plan = plan_passes(one, several, len(group), group[0].size, rule)
-        return JoinedPass(plan, len(group))
+        return Trial(
+            self.known,
+            kind,
+            self.perform,
+            self._modules,
+            self._parameters,
+            step,
+            buffers,
+            group,
+        )
 
 
 def make_one_pass(
@@ -472,120 +351,6 @@ def can_join(
     )
 
 
-class Trial:
-    """The results of separate passes, with which those of one pass are compared.
-
-    Args:
-        owner: What computes the pass.
-        step: The context of the step.
-        buffers: The buffers of the step.
-        group: The micro-batches.
-        is_new: Whether the pass has to be planned.
-
-    Attributes:
-        alone: The pass over the first micro-batch, if it is recorded already.
-        last: The pass over the last one, too.
-    """
-
-    def __init__(
-        self,
-        owner: OnePass,
-        step: StepContext,
-        buffers: Buffers,
-        group: Sequence[Microbatch],
-        *,
-        is_new: bool,
-    ) -> None:
-        self._owner = owner
-        self.is_new = is_new
-        self.alone: Attempt | None = None
-        self.last: Attempt | None = None
-        self.step = step
-        self.buffers = buffers
-        self.group = group
-        self._losses: list[torch.Tensor] = []
-        self._metrics: list[Mapping[str, torch.Tensor]] = []
-        self._sums = TreeAccumulator[GradientList](len(group), _add_lists)
-
-    def note(
-        self,
-        loss: torch.Tensor,
-        parameters: Sequence[nn.Parameter],
-        metrics: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Keep the loss of a micro-batch and its gradients, which are in `.grad`.
-
-        Args:
-            loss: The loss.
-            parameters: The parameters with gradients.
-            metrics: The metrics, if the script computes them from all samples of a pass.
-        """
-        if metrics is not None:
-            self._metrics.append({**metrics})
-        gradients = [None if one.grad is None else one.grad.clone() for one in parameters]
-        number = len(self._losses)
-        self._losses.append(loss.detach())
-        self._sums.put((number, number + 1), gradients)
-
-    def find_difference(self, results: PassResults, parameters: Sequence[nn.Parameter]) -> str:
-        """Return which result of one pass has other bits; "" if none has."""
-        if not all(have_same_bits([*zip(self._losses, results.losses, strict=True)])):
-            return "the loss"
-        for own, joined in zip(self._metrics, results.metrics, strict=False):
-            if own.keys() != joined.keys():
-                return "what is logged"
-            for name, value in own.items():
-                if not all(have_same_bits([(value, joined[name])])):
-                    return f"the metric {name!r}"
-        ((_, gradients),) = self._sums.nodes.items()
-        for gradient, parameter in zip(gradients, parameters, strict=True):
-            if gradient is None or parameter.grad is None:
-                is_same = gradient is parameter.grad
-            else:
-                (is_same,) = have_same_bits([(gradient, parameter.grad)])
-            if not is_same:
-                return f"the gradient of a parameter of the shape {tuple(parameter.shape)}"
-        return ""
-
-    def attempt(self, group: Sequence[Microbatch], forward: Pass, backward: Pass) -> Attempt:
-        """Return a pass over some of the micro-batches."""
-        return Attempt(self.step, self.buffers, group, forward, backward)
-
-    def record(
-        self,
-        group: Sequence[Microbatch],
-        *,
-        restores: bool = True,
-        first: Attempt | None = None,
-        last: Attempt | None = None,
-    ) -> Attempt:
-        """Return a pass over some of the micro-batches, whose operators are recorded.
-
-        Args:
-            group: The micro-batches.
-            restores: Whether the generator is restored after the pass.
-            first: The recorded pass over the first micro-batch; None: this is the one.
-            last: That over the last one; None: this is the one, or the first one.
-        """
-        before = last or first
-        forward: Any = None if before is None else before.forward
-        backward: Any = first.backward if first and last else None
-        return self.attempt(
-            group,
-            make_recorded(restores, keeps=False, first=forward),
-            make_recorded(restores, keeps=first is None, first=backward),
-        )
-
-    def list_passes(self) -> Iterator[Attempt]:
-        """Yield the passes that have to be computed, and compare the last one."""
-        return self._owner.conclude(self)
-
-    def finish(self) -> None:
-        """Compute the same micro-batches together, and compare the bits."""
-        for attempt in self.list_passes():
-            self._owner.perform(attempt)
-
-
 class OnePassNotes(StepHook):
     """Records once why micro-batches are computed one by one.
 
@@ -603,11 +368,7 @@ class OnePassNotes(StepHook):
 
     def report(self, committed: CommittedStep) -> None:
         """Record the note if it is new."""
-        note = self._one_pass.note
+        note = self._one_pass.known.note
         if note != self._said:
             self._said = note
             self._record("one_pass", step=committed.step.number, message=note)
-
-
-def _add_lists(left: GradientList, right: GradientList) -> GradientList:
-    return [*map(add_present, left, right)]

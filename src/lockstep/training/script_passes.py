@@ -25,9 +25,10 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.grouped_passes import PassResults
-from lockstep.training.one_pass import SCHEDULE, OnePass, Trial, can_join
+from lockstep.training.one_pass import SCHEDULE, OnePass, can_join
 from lockstep.training.pass_attempt import Attempt, cut_rows
 from lockstep.training.pass_plan import CannotJoin
+from lockstep.training.pass_trial import PassKind, Trial
 from lockstep.training.sample_loop import average
 
 __all__ = ["ScriptPass", "ScriptPasses", "make_script_passes"]
@@ -45,7 +46,7 @@ class ScriptPasses(OnePass):
         roots: LossRoot,
     ) -> None:
         super().__init__(parallel, called, modules, {}, scopes, roots)
-        self._opened: dict[Any, int] = {}  # the steps with a kind of micro-batches
+        self._opened: dict[PassKind, int] = {}  # the steps with a kind of micro-batches
 
     def _is_compared(self, step: StepContext, group: Sequence[Microbatch]) -> bool:
         """Return whether a pass that is known is compared with separate ones again.
@@ -53,12 +54,12 @@ class ScriptPasses(OnePass):
         Audited steps are none of those in which passes are compared, since an audit watches the
         calls of the model. So those are counted that are not audited.
         """
-        return SCHEDULE.is_audited(self._opened.get(self._key(group), 0))
+        return SCHEDULE.is_audited(self._opened.get(self._kind(group), 0))
 
     def count(self, group: Sequence[Microbatch]) -> None:
         """Count a step in which the micro-batches were compared, or computed together."""
-        key = self._key(group)
-        self._opened[key] = self._opened.get(key, 0) + 1
+        kind = self._kind(group)
+        self._opened[kind] = self._opened.get(kind, 0) + 1
 
     def begin_trial(
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]

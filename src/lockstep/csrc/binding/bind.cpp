@@ -15,9 +15,10 @@
 #include "backend.h"
 #include "errors.h"
 #include "microbatch.h"
-#include "pass_calls.h"
 #include "portable_kernels.h"
+#include "recorded_calls.h"
 #include "scope_calls.h"
+#include "segmented_calls.h"
 #include "torch_errors.h"
 
 namespace py = pybind11;

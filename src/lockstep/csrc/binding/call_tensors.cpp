@@ -1,0 +1,46 @@
+#include "call_tensors.h"
+
+#include <algorithm>
+
+namespace lockstep {
+namespace {
+
+constexpr uintptr_t kAlignment = 64;  // of the memory that torch allocates
+
+}  // namespace
+
+std::vector<at::Tensor> list_tensors(const Stack& stack, size_t count) {
+  Stack last(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
+  std::vector<at::Tensor> tensors;
+  change_tensors(last, [&](const at::Tensor& tensor, size_t) {
+    tensors.push_back(tensor);
+    return tensor;
+  });
+  return tensors;
+}
+
+bool has_subclass(const Stack& stack, size_t count) {
+  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.key_set().has(c10::DispatchKey::Python);
+  });
+}
+
+at::Tensor take_rows(const at::Tensor& tensor, int64_t dimension, int64_t segment, int64_t segments,
+                     int64_t turns) {
+  const int64_t rows = tensor.size(dimension) / segments;
+  if (turns > 1)
+    return tensor.unflatten(dimension, {turns, segments, rows / turns})
+        .select(dimension + 1, segment)
+        .clone()
+        .flatten(dimension, dimension + 1);
+  at::Tensor part = tensor.narrow(dimension, segment * rows, rows);
+  const auto address = reinterpret_cast<uintptr_t>(part.const_data_ptr());
+  // With time first, the rows are apart, and some kernels add them in another order, or read what
+  // is between them.
+  const bool is_apart =
+      tensor.is_non_overlapping_and_dense() && !part.is_non_overlapping_and_dense();
+  return address % kAlignment || is_apart ? part.clone() : part;
+}
+
+}  // namespace lockstep

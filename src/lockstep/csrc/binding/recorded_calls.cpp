@@ -1,0 +1,294 @@
+#include "recorded_calls.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <optional>
+
+namespace py = pybind11;
+
+namespace lockstep {
+namespace {
+
+py::object describe(const at::Tensor& tensor) {
+  if (!tensor.defined()) return py::cast(CallTensor{});
+  const bool is_dense =
+      tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() && !tensor.is_neg();
+  return py::cast(CallTensor{tensor.sizes().vec(), static_cast<int64_t>(tensor.element_size()),
+                             tensor.is_floating_point(), is_dense});
+}
+
+py::object describe(const c10::IValue& value) {
+  if (value.isTensor()) return describe(value.toTensor());
+  if (!value.isTensorList() && !value.isOptionalTensorList()) return torch::jit::toPyObject(value);
+  py::list parts;
+  for (const c10::IValue& part : value.toListRef())
+    parts.append(part.isNone() ? describe(at::Tensor()) : describe(part));
+  return std::move(parts);
+}
+
+py::list describe_last(const Stack& stack, size_t count) {
+  py::list described;
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) described.append(describe(stack[i]));
+  return described;
+}
+
+// The default generator, to find out which operators draw from it.
+class DefaultGenerator {
+ public:
+  DefaultGenerator() : generator_(at::detail::getDefaultCPUGenerator()), state_(read()) {}
+
+  bool has_drawn() { return !is_same_state(read(), state_); }
+  const at::Tensor& before() const { return state_; }
+  void restore(const at::Tensor& state) {
+    const std::scoped_lock lock(generator_.mutex());
+    generator_.set_state(state);
+  }
+
+  at::Tensor read() {
+    const std::scoped_lock lock(generator_.mutex());
+    return generator_.get_state();
+  }
+  static bool is_same_state(const at::Tensor& one, const at::Tensor& other) {
+    const auto bytes = static_cast<size_t>(one.nbytes());
+    return std::memcmp(one.const_data_ptr(), other.const_data_ptr(), bytes) == 0;
+  }
+
+ private:
+  at::Generator generator_;
+  at::Tensor state_;
+};
+
+// Returns whether the bits of a tensor can be read.
+bool is_readable(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         tensor.is_cpu();
+}
+
+// Also NaN has bits, so results are compared by these.
+uint64_t hash_bits(const at::Tensor& tensor) {
+  const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().contiguous();
+  const auto* data = static_cast<const char*>(plain.const_data_ptr());
+  const auto bytes = static_cast<size_t>(plain.nbytes());
+  uint64_t hash = bytes;
+  for (size_t i = 0; i < bytes; i += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, data + i, std::min(sizeof word, bytes - i));
+    hash = (hash ^ word) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
+
+PlainArguments list_plain_arguments(const Stack& stack, size_t count) {
+  PlainArguments arguments;
+  const size_t first = stack.size() - count;
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& value = stack[first + i];
+    if (!value.isTensor() && !value.isTensorList() && !value.isOptionalTensorList())
+      arguments.emplace_back(i, value);
+  }
+  return arguments;
+}
+
+// Returns the numbers of turns by which `one` may be the rows of the first micro-batch.
+std::vector<int64_t> find_turns(const at::Tensor& one, const at::Tensor& several) {
+  std::vector<int64_t> found;
+  const bool is_plain = one.defined() && several.defined() && one.dim() == several.dim() &&
+                        one.layout() == at::kStrided && several.layout() == at::kStrided &&
+                        one.scalar_type() == several.scalar_type();
+  if (!is_plain || one.numel() == 0) return found;
+  std::optional<int64_t> grown;
+  for (int64_t d = 0; d < one.dim(); ++d) {
+    if (one.size(d) == several.size(d)) continue;
+    if (grown || several.size(d) % one.size(d)) return found;
+    grown = d;
+  }
+  if (!grown) return found;
+  const int64_t rows = one.size(*grown);
+  for (int64_t turns = 1; turns <= rows; ++turns) {
+    if (rows % turns) continue;
+    const at::Tensor taken = take_rows(several, *grown, 0, several.size(*grown) / rows, turns);
+    if (at::equal(taken, one)) found.push_back(turns);
+  }
+  return found;
+}
+
+}  // namespace
+
+void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
+  const py::gil_scoped_acquire gil;  // torch has released it
+  if (has_subclass(*stack, op.schema().arguments().size())) {
+    if (keeps_) kept_.emplace_back();
+    op.callBoxed(stack);
+    note_subclass(op);
+    return;
+  }
+  py::list arguments = describe_last(*stack, op.schema().arguments().size());
+  py::list turns = compare_arguments(*stack, op.schema().arguments().size());
+  py::list sources = find_sources(*stack, op.schema().arguments().size());
+  auto plain = std::make_unique<PlainArguments>(
+      list_plain_arguments(*stack, op.schema().arguments().size()));
+  const py::capsule values(plain.release(),
+                           [](void* held) { delete static_cast<PlainArguments*>(held); });
+  DefaultGenerator generator;
+  op.callBoxed(stack);
+  if (has_subclass(*stack, op.schema().returns().size())) return note_subclass(op);
+  remember_results(*stack, op.schema().returns().size());
+  const bool has_drawn = generator.has_drawn();
+  if (has_drawn) {
+    repeat_draw(*stack);
+    note_draw(generator.before(), generator.read());
+  }
+  const bool is_same = compare_results(*stack, op.schema().returns().size());
+  calls.append(py::make_tuple(op.schema().name(), op.schema().overload_name(), std::move(arguments),
+                              describe_last(*stack, op.schema().returns().size()), has_drawn,
+                              std::move(turns), std::move(sources), is_same, values));
+}
+
+void RecordedCalls::note_subclass(const c10::OperatorHandle& op) {
+  results_.emplace_back();
+  calls.append(py::make_tuple(op.schema().name(), op.schema().overload_name(), py::list(),
+                              py::list(), false, py::list(), py::list(), false, py::none()));
+}
+
+py::object RecordedCalls::run(const py::function& body) {
+  try {
+    py::object result = PassCalls::run(body);
+    restore_generator();
+    return result;
+  } catch (...) {
+    restore_generator();
+    throw;
+  }
+}
+
+void RecordedCalls::end() {
+  PassCalls::end();
+  restore_generator();
+}
+
+// Restoring the generator after each draw would let a loop that rejects numbers draw the same ones
+// forever.
+void RecordedCalls::note_draw(const at::Tensor& before, at::Tensor after) {
+  if (!first_state_.defined())
+    first_state_ = before;
+  else if (!DefaultGenerator::is_same_state(before, last_state_))
+    has_other_draws_ = true;
+  last_state_ = std::move(after);
+}
+
+void RecordedCalls::restore_generator() {
+  const at::Tensor state = std::exchange(first_state_, at::Tensor());
+  if (!restores_ || !state.defined() || has_other_draws_) return;
+  DefaultGenerator generator;
+  if (DefaultGenerator::is_same_state(generator.before(), last_state_)) generator.restore(state);
+}
+
+void RecordedCalls::repeat_draw(const Stack& stack) {
+  const auto number = static_cast<int64_t>(py::len(calls));
+  if (stack.empty() || !stack.back().isTensor()) return;
+  const at::NoGradGuard guard;
+  const at::Tensor result = stack.back().toTensor();
+  const auto repeat = [&](const RecordedCalls& one, bool is_last) {
+    const auto drawn = one.drawn_.find(number);
+    if (drawn == one.drawn_.end() || drawn->second.dim() != result.dim()) return;
+    at::Tensor rows = result;
+    for (int64_t d = 0; d < result.dim(); ++d) {
+      const int64_t size = std::min(result.size(d), drawn->second.size(d));
+      rows = rows.narrow(d, is_last ? result.size(d) - size : 0, size);
+    }
+    if (rows.sizes() == drawn->second.sizes()) rows.copy_(drawn->second);
+  };
+  // A pass that does not restore the generator is one whose results count.
+  if (first_ && restores_) {
+    repeat(*first_, first_->first_ != nullptr);
+    if (first_->first_) repeat(*first_->first_, false);
+  }
+  drawn_[number] = result.clone();
+}
+
+// Keeps the bits of the results, and returns whether the rows of the first and of the last
+// micro-batch have those of their own passes.
+bool RecordedCalls::compare_results(const Stack& stack, size_t count) {
+  if (keeps_ || (first_ && first_->keeps_)) return true;  // a backward pass
+  const auto number = static_cast<size_t>(py::len(calls));
+  const at::NoGradGuard guard;
+  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
+  const RecordedCalls* const last = first_.get();
+  const RecordedCalls* const first = last && last->first_ ? last->first_.get() : last;
+  const auto has_call = [&](const RecordedCalls* one) {
+    return one && number < one->results_.size() && one->results_[number].size() == tensors.size();
+  };
+  const bool is_comparable = has_call(first) && has_call(last);
+  std::vector<Bits> bits(tensors.size());
+  bool is_same = true;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    if (!is_readable(tensor)) continue;
+    bits[i] = {tensor.sizes().vec(), 0};
+    const std::vector<int64_t>* const one =
+        is_comparable ? &first->results_[number][i].sizes : nullptr;
+    if (!one || *one == bits[i].sizes || one->size() != bits[i].sizes.size()) {
+      bits[i].hash = hash_bits(tensor);
+      continue;
+    }
+    const auto differing = std::mismatch(one->begin(), one->end(), bits[i].sizes.begin()).first;
+    const int64_t dimension = differing - one->begin(), rows = *differing;
+    // Other shapes are refused for what they are.
+    if (rows == 0 || tensor.size(dimension) % rows) continue;
+    const int64_t segments = tensor.size(dimension) / rows;
+    const auto has_bits = [&](const RecordedCalls* pass, int64_t segment, int64_t turns) {
+      const at::Tensor taken = take_rows(tensor, dimension, segment, segments, turns);
+      const Bits& own = pass->results_[number][i];
+      return taken.sizes() == own.sizes && hash_bits(taken) == own.hash;
+    };
+    bool is_found = false;
+    for (int64_t turns = 1; turns <= rows && !is_found; ++turns)
+      is_found = rows % turns == 0 && has_bits(first, 0, turns) &&
+                 (first == last || has_bits(last, segments - 1, turns));
+    is_same = is_same && is_found;
+  }
+  results_.push_back(std::move(bits));
+  return is_same;
+}
+
+py::list RecordedCalls::find_sources(const Stack& stack, size_t count) {
+  py::list sources;
+  for (const at::Tensor& tensor : list_tensors(stack, count)) {
+    const int64_t* const call = tensor.defined() ? returned_.find(tensor) : nullptr;
+    sources.append(call ? *call : -1);
+  }
+  return sources;
+}
+
+void RecordedCalls::remember_results(const Stack& stack, size_t count) {
+  const auto number = static_cast<int64_t>(py::len(calls));
+  for (const at::Tensor& tensor : list_tensors(stack, count))
+    if (tensor.defined()) returned_.set(tensor, number);
+}
+
+py::list RecordedCalls::compare_arguments(const Stack& stack, size_t count) {
+  py::list turns;
+  const auto number = static_cast<size_t>(py::len(calls));
+  std::vector<at::Tensor> tensors;
+  if (keeps_ || first_) tensors = list_tensors(stack, count);
+  const at::NoGradGuard guard;
+  if (first_ && number < first_->kept_.size() && first_->kept_[number].size() == tensors.size()) {
+    for (size_t i = 0; i < tensors.size(); ++i)
+      turns.append(find_turns(first_->kept_[number][i], tensors[i]));
+  }
+  if (keeps_) {
+    for (at::Tensor& tensor : tensors)
+      if (tensor.defined()) tensor = tensor.clone();  // others may write it
+    kept_.push_back(std::move(tensors));
+  }
+  return turns;
+}
+
+}  // namespace lockstep

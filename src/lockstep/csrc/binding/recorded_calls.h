@@ -1,0 +1,70 @@
+// The operators that a pass calls, recorded: their names, arguments and results, of tensors only
+// the shapes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "call_tensors.h"
+#include "pass_calls.h"
+
+namespace lockstep {
+
+// A tensor that an operator got or returned.
+struct CallTensor {
+  std::vector<int64_t> sizes;
+  int64_t element_size = 0;  // 0: the tensor is undefined
+  bool is_floating_point = false, is_dense = false;
+};
+
+class RecordedCalls : public PassCalls {
+ public:
+  // `restores`: the state of the default generator after the pass, whose results do not count.
+  // `keeps`: copies of the arguments, with which a pass over several micro-batches, the first of
+  // which is the same, compares its own, if this one is its `first`.
+  // `first`: of a pass over several micro-batches, that over the last one, whose own `first` is the
+  // pass over the first one; or that over the first one.
+  RecordedCalls(bool restores, bool keeps, std::shared_ptr<const RecordedCalls> first)
+      : restores_(restores), keeps_(keeps), first_(std::move(first)) {}
+  pybind11::object run(const pybind11::function& body);
+  void end();
+  void call(const c10::OperatorHandle& op, Stack* stack) override;
+  void seed(const std::vector<uint64_t>&) {}
+  void finish(const std::vector<at::Tensor>&) {}
+  // (name, overload, arguments, results, whether it has drawn, for each tensor among the arguments
+  // the numbers of turns by which its first rows may be those of `first`, the numbers of the calls
+  // that have returned the tensors, -1 for others, whether the rows of the results are those of
+  // the passes over one micro-batch, and the arguments that are no tensors, for SegmentedCalls)
+  pybind11::list calls;
+
+ private:
+  void note_subclass(const c10::OperatorHandle& op);
+  pybind11::list compare_arguments(const Stack& stack, size_t count);
+  pybind11::list find_sources(const Stack& stack, size_t count);
+  void remember_results(const Stack& stack, size_t count);
+  // Lets the first and the last micro-batch have the numbers that their own passes have drawn.
+  void repeat_draw(const Stack& stack);
+  bool compare_results(const Stack& stack, size_t count);
+  void note_draw(const at::Tensor& before, at::Tensor after);
+  void restore_generator();
+  struct Bits {
+    std::vector<int64_t> sizes;
+    uint64_t hash = 0;
+  };
+  bool restores_, keeps_;
+  std::shared_ptr<const RecordedCalls> first_;
+  std::vector<std::vector<at::Tensor>> kept_;      // of each call
+  std::unordered_map<int64_t, at::Tensor> drawn_;  // by the numbers of the calls
+  std::vector<std::vector<Bits>> results_;         // of each call; empty if not compared
+  at::Tensor first_state_, last_state_;            // of the generator, around all draws
+  bool has_other_draws_ = false;                   // which no operator has made
+  TensorMap<int64_t> returned_;                    // by which call
+};
+
+}  // namespace lockstep

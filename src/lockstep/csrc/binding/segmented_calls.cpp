@@ -1,0 +1,270 @@
+#include "segmented_calls.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "torch_errors.h"
+
+namespace lockstep {
+namespace {
+
+// Adds tensors along the tree, in the memory of the left one.
+class TreeSum {
+ public:
+  void add(at::Tensor value) {
+    for (uint64_t leaf = leaves_++; leaf & 1; leaf >>= 1) value = join(take(), std::move(value));
+    held_.push_back(std::move(value));
+  }
+  at::Tensor total() {
+    while (held_.size() > 1) {
+      at::Tensor right = take();
+      held_.push_back(join(take(), std::move(right)));
+    }
+    return take();
+  }
+
+ private:
+  at::Tensor take() {
+    at::Tensor last = std::move(held_.back());
+    held_.pop_back();
+    return last;
+  }
+  static at::Tensor join(at::Tensor left, at::Tensor right) {
+    // Some operators return their argument.
+    const bool is_own = left.storage().use_count() == 1;
+    return is_own ? left.add_(right) : at::add(left, right);
+  }
+  uint64_t leaves_ = 0;
+  std::vector<at::Tensor> held_;
+};
+
+// The rows of all micro-batches.
+at::Tensor join_rows(const std::vector<at::Tensor>& rows, int64_t dimension, int64_t turns) {
+  if (turns == 1) return at::cat(rows, dimension);
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& one : rows)
+    parts.push_back(one.unflatten(dimension, {turns, one.size(dimension) / turns}));
+  return at::stack(parts, dimension + 1).flatten(dimension, dimension + 2);
+}
+
+// Returns whether an argument is as in the pass that was planned. A factor may be another one, as
+// it is the same for all samples; an integer may be a position, a size or a dimension.
+bool is_same_value(const c10::IValue& one, const c10::IValue& other) {
+  if (one.isDouble() || other.isDouble()) return !other.isNone() && !one.isNone();
+  if (one.isInt()) return other.isInt() && one.toInt() == other.toInt();
+  if (one.isBool()) return other.isBool() && one.toBool() == other.toBool();
+  if (one.isString()) return other.isString() && one.toStringRef() == other.toStringRef();
+  if (one.isIntList()) return other.isIntList() && one.toIntVector() == other.toIntVector();
+  if (one.isBoolList()) return other.isBoolList() && one.toBoolList() == other.toBoolList();
+  return one.isNone() == other.isNone();
+}
+
+// Returns whether an operator writes its first argument, and returns it.
+bool is_in_place(const c10::OperatorHandle& op) {
+  const c10::AliasInfo* alias = op.schema().arguments().front().alias_info();
+  return alias && alias->isWrite();
+}
+
+// Returns whether the arguments that are no tensors are those of the pass that was planned.
+bool has_arguments(const c10::OperatorHandle& op, const Stack& stack,
+                   const PlainArguments& expected) {
+  const size_t first = stack.size() - op.schema().arguments().size();
+  return std::all_of(expected.begin(), expected.end(), [&](const auto& argument) {
+    const c10::IValue& value = stack[first + argument.first];
+    return !value.isTensor() && is_same_value(argument.second, value);
+  });
+}
+
+bool can_be_cut(const Stack& stack, size_t count, const SegmentRule& rule, int64_t segments) {
+  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
+  for (const auto& [position, dimension] : rule.slices)
+    if (position >= tensors.size() || !tensors[position].defined() ||
+        dimension >= tensors[position].dim() ||
+        tensors[position].size(dimension) % (segments * rule.turns) ||
+        (rule.draws && tensors[position].requires_grad()))
+      return false;
+  return true;
+}
+
+}  // namespace
+
+SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segments)
+    : segments_(segments) {
+  CHECK_ARGUMENT(segments > 0, "there are no segments");
+  for (const auto& [name, overload, rule, arguments] : calls)
+    calls_.push_back(
+        {c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()), rule,
+         *arguments.get_pointer<PlainArguments>()});
+  const bool has_draws = std::any_of(
+      calls_.begin(), calls_.end(), [](const Call& call) { return call.rule && call.rule->draws; });
+  for (int64_t i = 0; has_draws && i < segments; ++i)
+    generators_.push_back(at::detail::createCPUGenerator());
+}
+
+void SegmentedCalls::seed(const std::vector<uint64_t>& seeds) {
+  if (generators_.empty()) return;
+  CHECK_ARGUMENT(seeds.size() == generators_.size(), "there is not one seed per segment");
+  for (size_t i = 0; i < seeds.size(); ++i) generators_[i].set_current_seed(seeds[i]);
+}
+
+void SegmentedCalls::restart() {
+  next_ = 0;
+  difference_.clear();
+  parts_.clear();
+}
+
+void SegmentedCalls::finish(const std::vector<at::Tensor>& parameters) {
+  const at::NoGradGuard guard;
+  for (const at::Tensor& parameter : parameters) {
+    const at::Tensor& gradient = parameter.grad();
+    const std::vector<at::Tensor>* const parts =
+        gradient.defined() ? parts_.find(gradient) : nullptr;
+    if (!parts) continue;
+    TreeSum sum;
+    sum.add(gradient.clone());
+    for (const at::Tensor& part : *parts) sum.add(part);
+    parameter.mutable_grad() = sum.total();
+  }
+  parts_.clear();
+}
+
+std::string SegmentedCalls::find_difference() const {
+  if (!difference_.empty() || next_ == calls_.size()) return difference_;
+  return calls_[next_].op.schema().name();
+}
+
+void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
+  const bool is_expected = next_ < calls_.size() && calls_[next_].op == op &&
+                           !has_subclass(*stack, op.schema().arguments().size()) &&
+                           has_arguments(op, *stack, calls_[next_].arguments);
+  if (!is_expected && difference_.empty()) difference_ = op.schema().name();
+  if (!difference_.empty()) {
+    op.callBoxed(stack);
+    return;
+  }
+  const std::optional<SegmentRule>& rule = calls_[next_++].rule;
+  if (!rule) {
+    op.callBoxed(stack);
+  } else if (rule->slices.empty()) {
+    call_parts(op, stack);
+  } else if (can_be_cut(*stack, op.schema().arguments().size(), *rule, segments_)) {
+    rule->draws ? draw(op, *rule, stack) : call_segments(op, *rule, stack);
+  } else {
+    difference_ = op.schema().name();
+    op.callBoxed(stack);
+  }
+}
+
+void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentRule& rule,
+                                   Stack* stack) {
+  const auto arguments = static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+  const size_t returns = op.schema().returns().size();
+  const Stack given(stack->end() - arguments, stack->end());
+  torch::jit::drop(*stack, static_cast<size_t>(arguments));
+  std::vector<std::vector<at::Tensor>> rows(returns);
+  std::vector<TreeSum> sums(returns);
+  std::vector<bool> is_defined(returns);
+  for (int64_t segment = 0; segment < segments_; ++segment) {
+    Stack part = given;
+    for (const auto& [argument, size] : rule.sizes) part[argument] = size;
+    change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
+      for (const auto& [sliced, dimension] : rule.slices)
+        if (sliced == position) return take_rows(tensor, dimension, segment, segments_, rule.turns);
+      return tensor;
+    });
+    op.callBoxed(&part);
+    for (size_t i = 0; i < returns; ++i) {
+      at::Tensor result = part[i].toTensor();
+      part[i] = c10::IValue();
+      is_defined[i] = result.defined();
+      if (!is_defined[i]) continue;
+      if (rule.results[i] < 0 && !rule.keeps_parts)
+        sums[i].add(std::move(result));
+      else
+        rows[i].push_back(std::move(result));
+    }
+  }
+  for (size_t i = 0; i < returns; ++i) {
+    at::Tensor result;
+    if (is_defined[i] && rule.results[i] >= 0) {
+      result = join_rows(rows[i], rule.results[i], rule.turns);
+    } else if (is_defined[i] && !rule.keeps_parts) {
+      result = sums[i].total();
+    } else if (is_defined[i]) {
+      result = rows[i].front();
+      rows[i].erase(rows[i].begin());
+      parts_.set(result, std::move(rows[i]));
+    }
+    stack->emplace_back(std::move(result));
+  }
+}
+
+// Calls an operator for the gradients of parameters of each micro-batch.
+void SegmentedCalls::call_parts(const c10::OperatorHandle& op, Stack* stack) {
+  const size_t arguments = op.schema().arguments().size(), returns = op.schema().returns().size();
+  const Stack given(stack->end() - static_cast<std::ptrdiff_t>(arguments), stack->end());
+  std::vector<const std::vector<at::Tensor>*> known;
+  for (const at::Tensor& tensor : list_tensors(given, arguments))
+    known.push_back(tensor.defined() ? parts_.find(tensor) : nullptr);
+  if (std::all_of(known.begin(), known.end(), [](const auto* parts) { return !parts; }))
+    difference_ = op.schema().name();
+  std::vector<std::vector<at::Tensor>> others;  // the results of each further micro-batch
+  for (int64_t segment = 1; difference_.empty() && segment < segments_; ++segment) {
+    Stack part = given;
+    change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
+      return known[position] ? (*known[position])[static_cast<size_t>(segment) - 1] : tensor;
+    });
+    op.callBoxed(&part);
+    others.push_back(list_tensors(part, returns));
+  }
+  op.callBoxed(stack);
+  if (others.empty()) return;
+  const std::vector<at::Tensor> results = list_tensors(*stack, returns);
+  for (size_t i = 0; i < results.size(); ++i) {
+    std::vector<at::Tensor> parts;
+    for (const std::vector<at::Tensor>& other : others) parts.push_back(other[i]);
+    if (results[i].defined()) parts_.set(results[i], std::move(parts));
+  }
+}
+
+// Each micro-batch draws from its own generator, into memory as that of a separate pass.
+void SegmentedCalls::draw(const c10::OperatorHandle& op, const SegmentRule& rule, Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const auto generator = static_cast<size_t>(*schema.argumentIndexWithName("generator"));
+  const Stack given(stack->end() - std::ssize(schema.arguments()), stack->end());
+  torch::jit::drop(*stack, schema.arguments().size());
+  const at::NoGradGuard guard;
+  std::vector<at::Tensor> rows;
+  for (int64_t segment = 0; segment < segments_; ++segment) {
+    Stack part = given;
+    part[generator] = generators_[static_cast<size_t>(segment)];
+    for (const auto& [argument, size] : rule.sizes) part[argument] = size;
+    at::Tensor written;
+    change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
+      for (const auto& [sliced, dimension] : rule.slices) {
+        if (sliced != position) continue;
+        const at::Tensor taken = take_rows(tensor, dimension, segment, segments_);
+        if (position > 0 || !is_in_place(op)) return taken;
+        written = tensor.narrow(dimension, segment * (tensor.size(dimension) / segments_),
+                                tensor.size(dimension) / segments_);
+        return taken.is_non_overlapping_and_dense() ? taken : taken.clone();
+      }
+      return tensor;
+    });
+    op.callBoxed(&part);
+    at::Tensor result = part.back().toTensor();
+    if (!written.defined())
+      rows.push_back(std::move(result));
+    else if (written.const_data_ptr() != result.const_data_ptr())
+      written.copy_(result);
+  }
+  stack->emplace_back(is_in_place(op) ? given.front() : at::cat(rows, rule.results.front()));
+}
+
+}  // namespace lockstep

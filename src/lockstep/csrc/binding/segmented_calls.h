@@ -1,0 +1,69 @@
+// The operators of a recorded pass, called in the same order again: those that add up the rows of
+// several micro-batches are called for the rows of each, and the results added along the tree;
+// those that draw random numbers are called for the rows of each, with a generator of its own.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "call_tensors.h"
+#include "pass_calls.h"
+
+namespace lockstep {
+
+// How an operator is called for the rows of each micro-batch.
+//
+//     dimension 1 of the shape (2, 12) for 3 micro-batches:
+//     1 turn     0 0 0 0 1 1 1 1 2 2 2 2
+//     2 turns    0 0 1 1 2 2 0 0 1 1 2 2
+struct SegmentRule {
+  std::vector<std::pair<size_t, int64_t>> slices;  // tensors by their position, and their dimension
+  std::vector<int64_t> results;                    // the dimension of the rows; -1: is added
+  std::vector<std::pair<size_t, int64_t>> sizes;   // arguments, and their values for a micro-batch
+  bool draws = false;                              // each micro-batch has a generator
+  int64_t turns = 1;                               // in which the rows of micro-batches alternate
+  bool keeps_parts = false;                        // what would be added is added by `finish`
+};
+
+class SegmentedCalls : public PassCalls {
+ public:
+  // Its name, its overload, how it is called, and its arguments, as RecordedCalls notes them.
+  using Expected =
+      std::tuple<std::string, std::string, std::optional<SegmentRule>, pybind11::capsule>;
+  SegmentedCalls(const std::vector<Expected>& calls, int64_t segments);
+  void call(const c10::OperatorHandle& op, Stack* stack) override;
+  void restart();
+  // Adds the parts of the gradients of parameters, after the backward pass.
+  void finish(const std::vector<at::Tensor>& parameters);
+  // Seeds the generator of each micro-batch.
+  void seed(const std::vector<uint64_t>& seeds);
+  // The first operator that was not expected, or that was not called; "" if there is none.
+  std::string find_difference() const;
+
+ private:
+  void call_segments(const c10::OperatorHandle& op, const SegmentRule& rule, Stack* stack);
+  void draw(const c10::OperatorHandle& op, const SegmentRule& rule, Stack* stack);
+  void call_parts(const c10::OperatorHandle& op, Stack* stack);
+  struct Call {
+    c10::OperatorHandle op;
+    std::optional<SegmentRule> rule;
+    PlainArguments arguments;
+  };
+  std::vector<Call> calls_;
+  size_t next_ = 0;
+  int64_t segments_;
+  std::vector<at::Generator> generators_;  // none if no operator draws
+  // Those of the second micro-batch and of further ones, by the tensor of the first.
+  TensorMap<std::vector<at::Tensor>> parts_;
+  std::string difference_;
+};
+
+}  // namespace lockstep

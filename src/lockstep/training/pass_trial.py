@@ -1,0 +1,339 @@
+"""Whether one pass over several micro-batches has the bits of separate passes.
+
+    separate passes, whose results count      the losses and gradients are noted
+    a pass over the first micro-batch         its operators are recorded
+    a pass over the last micro-batch          the same operators, or there is no joint pass
+    a pass over all micro-batches             recorded; which operators add up samples is planned
+    the planned pass                          all bits are compared with those noted
+
+Later trials of a kind of micro-batches repeat the last line only. What has been found is kept by
+kind: a number of micro-batches, and the shapes of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lockstep.audit.repetition_trace import StateWatch
+from lockstep.comm.native_module import load_native
+from lockstep.kernel.batch import Microbatch
+from lockstep.kernel.buffers import Buffers, have_same_bits
+from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.tree import TreeAccumulator, add_present
+from lockstep.training.grouped_passes import PassResults
+from lockstep.training.pass_attempt import (
+    Attempt,
+    Pass,
+    list_names,
+    list_reads,
+    make_recorded,
+    take_calls,
+)
+from lockstep.training.pass_plan import CannotJoin, PassPlan, count_bytes, plan_passes
+
+__all__ = ["CHANGED", "JoinedPass", "KnownPasses", "PassKind", "Trial", "discard_results"]
+
+MOST_BYTES = 128 << 20
+"""The bytes that a pass may keep for its backward pass: with more of them per micro-batch, the time
+of a pass is that of its kernels, not of calling them."""
+
+MOST_TRIALS = 8
+"""The number of kinds of micro-batches, such as lengths of sequences, that are tried."""
+
+CHANGED = "{} was not called as in the first step"
+
+GradientList = list[torch.Tensor | None]
+
+
+class PassKind(NamedTuple):
+    """What decides whether a pass was planned for micro-batches such as these.
+
+    Attributes:
+        segments: The number of micro-batches.
+        shapes: The shapes of each, from `describe_shapes`.
+    """
+
+    segments: int
+    shapes: Any
+
+
+class JoinedPass:
+    """A pass over micro-batches with the shapes of those for which it was planned.
+
+    Args:
+        plan: The operators.
+        segments: The number of micro-batches.
+    """
+
+    def __init__(self, plan: PassPlan, segments: int) -> None:
+        make = load_native().SegmentedCalls
+        self.forward = make(plan.forward, segments)
+        self.backward = make(plan.backward, segments)
+
+    def restart(self) -> None:
+        """Expect the first operators again."""
+        self.forward.restart()
+        self.backward.restart()
+
+    def require_same(self) -> None:
+        """Raise CannotJoin unless the passes have called the operators of the plan."""
+        for calls in (self.forward, self.backward):
+            if name := calls.find_difference():
+                raise CannotJoin(CHANGED.format(name))
+
+
+class KnownPasses:
+    """What trials have found.
+
+    Attributes:
+        note: Why micro-batches are computed one by one; "" if they are not.
+    """
+
+    def __init__(self) -> None:
+        self._joined: dict[PassKind, JoinedPass | None] = {}  # None: computed one by one
+        self._bytes: dict[Any, int] = {}  # that a micro-batch keeps, by its shapes
+        self._tried: set[PassKind] = set()
+        self.note = ""
+
+    def find(self, kind: PassKind) -> JoinedPass | None:
+        """Return the pass of a kind; None: there is none, or it is not known yet."""
+        return self._joined.get(kind)
+
+    def is_known(self, kind: PassKind) -> bool:
+        """Return whether a trial of a kind has ended."""
+        return kind in self._joined
+
+    def set(self, kind: PassKind, joined: JoinedPass | None) -> None:
+        """Keep what a trial has found; None: the micro-batches are computed one by one."""
+        self._joined[kind] = joined
+
+    def forget(self, kind: PassKind) -> None:
+        """Plan a pass of a kind again in the next step."""
+        del self._joined[kind]
+
+    def set_bytes(self, shapes: Any, size: int) -> None:
+        """Keep the number of bytes that a micro-batch keeps for its backward pass."""
+        self._bytes[shapes] = size
+
+    def fits(self, kind: PassKind) -> bool:
+        """Return whether a pass keeps little enough memory, as far as this is known."""
+        return self._bytes.get(kind.shapes, 0) * kind.segments <= MOST_BYTES
+
+    def allow_trial(self, kind: PassKind) -> bool:
+        """Return whether a kind may be tried, which is counted."""
+        if len(self._tried | {kind}) > MOST_TRIALS:
+            return False
+        self._tried.add(kind)
+        return True
+
+    def withdraw_trial(self, kind: PassKind) -> None:
+        """Count a trial no more, which has ended before all micro-batches were computed."""
+        self._tried.discard(kind)
+
+    def explain(self, reason: str) -> None:
+        """Set the note, unless there is one."""
+        self.note = self.note or reason
+
+
+# It has many attributes: the results of separate passes, and what the passes are computed with.
+class Trial:
+    """The results of separate passes, with which those of one pass are compared.
+
+    Args:
+        known: What earlier trials have found.
+        kind: The kind of the micro-batches.
+        perform: Computes a pass that the trial yields.
+        modules: The modules that a step calls.
+        parameters: Their parameters.
+        step: The context of the step.
+        buffers: The buffers of the step.
+        group: The micro-batches.
+
+    Attributes:
+        is_new: Whether the pass has to be planned.
+        alone: The pass over the first micro-batch, if it is recorded already.
+        last: The pass over the last one, too.
+    """
+
+    def __init__(
+        self,
+        known: KnownPasses,
+        kind: PassKind,
+        perform: Callable[[Attempt], None],
+        modules: Mapping[str, nn.Module],
+        parameters: Sequence[nn.Parameter],
+        step: StepContext,
+        buffers: Buffers,
+        group: Sequence[Microbatch],
+    ) -> None:
+        self._known = known
+        self._kind = kind
+        self._perform = perform
+        self._modules = modules
+        self._parameters = parameters
+        self._step = step
+        self._buffers = buffers
+        self._group = group
+        self.is_new = not known.is_known(kind)
+        self.alone: Attempt | None = None
+        self.last: Attempt | None = None
+        self._losses: list[torch.Tensor] = []
+        self._metrics: list[Mapping[str, torch.Tensor]] = []
+        self._sums = TreeAccumulator[GradientList](len(group), _add_lists)
+
+    def note(
+        self,
+        loss: torch.Tensor,
+        parameters: Sequence[nn.Parameter],
+        metrics: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Keep the loss of a micro-batch and its gradients, which are in `.grad`.
+
+        Args:
+            loss: The loss.
+            parameters: The parameters with gradients.
+            metrics: The metrics, if the script computes them from all samples of a pass.
+        """
+        if metrics is not None:
+            self._metrics.append({**metrics})
+        gradients = [None if one.grad is None else one.grad.clone() for one in parameters]
+        number = len(self._losses)
+        self._losses.append(loss.detach())
+        self._sums.put((number, number + 1), gradients)
+
+    def record(
+        self,
+        group: Sequence[Microbatch],
+        *,
+        restores: bool = True,
+        first: Attempt | None = None,
+        last: Attempt | None = None,
+    ) -> Attempt:
+        """Return a pass over some of the micro-batches, whose operators are recorded.
+
+        Args:
+            group: The micro-batches.
+            restores: Whether the generator is restored after the pass.
+            first: The recorded pass over the first micro-batch; None: this is the one.
+            last: That over the last one; None: this is the one, or the first one.
+        """
+        before = last or first
+        forward: Any = None if before is None else before.forward
+        backward: Any = first.backward if first and last else None
+        return self._attempt(
+            group,
+            make_recorded(restores, keeps=False, first=forward),
+            make_recorded(restores, keeps=first is None, first=backward),
+        )
+
+    def finish(self) -> None:
+        """Compute the same micro-batches together, and compare the bits."""
+        for attempt in self.list_passes():
+            self._perform(attempt)
+
+    def list_passes(self) -> Iterator[Attempt]:
+        """Yield the passes that have to be computed, and compare the bits of the last one."""
+        known = self._known
+        watch = StateWatch(self._modules)
+        watch.begin()
+        joined = None
+        try:
+            joined = (yield from self._plan()) if self.is_new else known.find(self._kind)
+            if joined is not None:
+                joined.restart()
+                attempt = self._attempt(self._group, joined.forward, joined.backward)
+                yield attempt
+                results = attempt.take()
+                joined.require_same()
+                if difference := self._find_difference(results):
+                    raise CannotJoin(f"{difference} has other bits for several micro-batches")
+                if changed := watch.list_changes():
+                    raise CannotJoin(f"forward changes {changed[0]}")
+        except CannotJoin as reason:
+            joined = None
+            known.explain(str(reason))
+            if not self.is_new:
+                known.note += (
+                    ", so the bits of earlier steps may be others than those of separate passes"
+                )
+        except Exception as error:  # the separate passes had none
+            joined = None
+            known.explain(f"several micro-batches raise {type(error).__name__}: {error}")
+        finally:
+            self._discard()
+        if joined is None and not known.fits(self._kind):
+            return  # fewer micro-batches are tried in the next step
+        known.set(self._kind, joined)
+
+    def _plan(self) -> Generator[Attempt, None, JoinedPass | None]:
+        """Record the passes over one micro-batch and over all; None if they keep too much."""
+        group = self._group
+        alone = self.alone
+        if alone is None:
+            alone = self.record(group[:1])
+            yield alone
+        one = take_calls(alone)
+        self._discard()
+        self._known.set_bytes(self._kind.shapes, count_bytes(one[0]))
+        if not self._known.fits(self._kind):
+            self._known.withdraw_trial(self._kind)
+            return None
+        last = self.last
+        if last is None:
+            last = self.record(group[-1:], first=alone)
+            yield last
+        if list_names(take_calls(last)) != list_names(one):
+            raise CannotJoin("other operators are called for another micro-batch")
+        self._discard()
+        together = self.record(group, first=alone, last=last)
+        yield together
+        several = take_calls(together)
+        self._discard()
+        if list_reads(together) != list_reads(alone):
+            raise CannotJoin("values of samples are read by numpy() or tolist()")
+        rule = load_native().SegmentRule
+        plan = plan_passes(one, several, len(group), group[0].size, rule)
+        return JoinedPass(plan, len(group))
+
+    def _attempt(self, group: Sequence[Microbatch], forward: Pass, backward: Pass) -> Attempt:
+        """Return a pass over some of the micro-batches."""
+        return Attempt(self._step, self._buffers, group, forward, backward)
+
+    def _discard(self) -> None:
+        discard_results(self._parameters, self._buffers)
+
+    def _find_difference(self, results: PassResults) -> str:
+        """Return which result of one pass has other bits; "" if none has."""
+        if not all(have_same_bits([*zip(self._losses, results.losses, strict=True)])):
+            return "the loss"
+        for own, joined in zip(self._metrics, results.metrics, strict=False):
+            if own.keys() != joined.keys():
+                return "what is logged"
+            for name, value in own.items():
+                if not all(have_same_bits([(value, joined[name])])):
+                    return f"the metric {name!r}"
+        ((_, gradients),) = self._sums.nodes.items()
+        for gradient, parameter in zip(gradients, self._parameters, strict=True):
+            if gradient is None or parameter.grad is None:
+                is_same = gradient is parameter.grad
+            else:
+                (is_same,) = have_same_bits([(gradient, parameter.grad)])
+            if not is_same:
+                return f"the gradient of a parameter of the shape {tuple(parameter.shape)}"
+        return ""
+
+
+def discard_results(parameters: Iterable[nn.Parameter], buffers: Buffers) -> None:
+    """Discard the gradients of a pass, and the buffers that it may have written."""
+    for parameter in parameters:
+        parameter.grad = None
+    for slot in buffers.slots:
+        slot.copy = None
+
+
+def _add_lists(left: GradientList, right: GradientList) -> GradientList:
+    return [*map(add_present, left, right)]
