@@ -20,10 +20,16 @@ std::vector<at::Tensor> list_tensors(const Stack& stack, size_t count) {
 }
 
 bool has_subclass(const Stack& stack, size_t count) {
-  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
-  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
-    return tensor.defined() && tensor.key_set().has(c10::DispatchKey::Python);
-  });
+  const auto is_subclass = [](const c10::IValue& value) {
+    return value.isTensor() && value.toTensor().key_set().has(c10::DispatchKey::Python);
+  };
+  return std::any_of(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end(),
+                     [&](const c10::IValue& value) {
+                       if (!value.isTensorList() && !value.isOptionalTensorList())
+                         return is_subclass(value);
+                       const auto parts = value.toListRef();
+                       return std::any_of(parts.begin(), parts.end(), is_subclass);
+                     });
 }
 
 at::Tensor take_rows(const at::Tensor& tensor, int64_t dimension, int64_t segment, int64_t segments,

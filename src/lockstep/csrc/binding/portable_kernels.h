@@ -14,6 +14,9 @@
 
 #include "gemm.h"
 
+namespace at {
+class Tensor;
+}
 namespace torch {
 class Library;
 }
@@ -49,6 +52,12 @@ class OneThread {
 void note_unportable(const std::string& name);
 // Returns what was noted since the last call, in alphabetical order.
 std::vector<std::string> take_unportable();
+
+// Returns the sum along the tree of a b for each of some segments of k, of equal length; undefined
+// for types and layouts that are not covered.
+//
+//     a (m, k) x b (k, n):    (a0 b0 + a1 b1) + (a2 b2 + a3 b3)
+at::Tensor try_multiply_segments(const at::Tensor& a, const at::Tensor& b, int64_t segments);
 
 void register_products(torch::Library& library);
 void register_convolutions(torch::Library& library);

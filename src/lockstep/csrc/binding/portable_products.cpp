@@ -16,6 +16,10 @@ namespace lockstep {
 
 constexpr int64_t kLeastBlock = 64;  // rows or columns; smaller blocks pack too much
 
+// A block of a sum along the tree, and the blocks that wait for another, are in the cache.
+constexpr int64_t kSummedRows = 256, kSummedColumns = 256;
+constexpr int kSumScratch = 3;
+
 // ---- products of tensors ----
 
 // An operand of a batch of products.
@@ -49,10 +53,16 @@ struct Batch {
   double beta, alpha;
 };
 
-static void multiply(const Batch& batch) {
-  const auto& [type, products, m, n, k, a, b, c, result, beta, alpha] = batch;
-  int64_t rows = (m + kBlockRows - 1) / kBlockRows,
-          columns = (n + kBlockColumns - 1) / kBlockColumns;
+struct Blocks {
+  int64_t rows, columns;  // their numbers
+  int64_t height, width;
+};
+
+// Divides a matrix among threads.
+static Blocks divide(int64_t products, int64_t m, int64_t n, int64_t k, int64_t largest_height,
+                     int64_t largest_width) {
+  int64_t rows = (m + largest_height - 1) / largest_height,
+          columns = (n + largest_width - 1) / largest_width;
   const int64_t threads =
       std::min<int64_t>(at::get_num_threads(), products * m * n * k / kParallelWork + 1);
   while (products * rows * columns < threads) {
@@ -60,25 +70,33 @@ static void multiply(const Batch& batch) {
     if (std::max(height, width) < 2 * kLeastBlock) break;
     ++(height > width ? rows : columns);
   }
-  const int64_t height = (m + rows - 1) / rows, width = (n + columns - 1) / columns;
+  return {rows, columns, (m + rows - 1) / rows, (n + columns - 1) / columns};
+}
+
+static void multiply(const Batch& batch) {
+  const auto& [type, products, m, n, k, a, b, c, result, beta, alpha] = batch;
+  const auto [rows, columns, height, width] = divide(products, m, n, k, kBlockRows, kBlockColumns);
   const int64_t grain = std::max<int64_t>(1, kParallelWork / (height * width * k));
-  run_parallel(products * rows * columns, grain, [&, m = m, n = n](int64_t task) {
-    const int64_t number = task / (rows * columns), row = task / columns % rows * height,
-                  column = task % columns * width;
-    if (row >= m || column >= n) return;
-    const Product product{data_type_of(batch.type),
-                          batch.m,
-                          batch.n,
-                          batch.k,
-                          batch.a[number],
-                          batch.b[number],
-                          batch.c[number],
-                          batch.result[number],
-                          batch.alpha,
-                          batch.beta};
-    portable_gemm().multiply(
-        take_block(product, row, std::min(height, m - row), column, std::min(width, n - column)));
-  });
+  run_parallel(products * rows * columns, grain,
+               [&, m = m, n = n, rows = rows, columns = columns, height = height,
+                width = width](int64_t task) {
+                 const int64_t number = task / (rows * columns),
+                               row = task / columns % rows * height,
+                               column = task % columns * width;
+                 if (row >= m || column >= n) return;
+                 const Product product{data_type_of(batch.type),
+                                       batch.m,
+                                       batch.n,
+                                       batch.k,
+                                       batch.a[number],
+                                       batch.b[number],
+                                       batch.c[number],
+                                       batch.result[number],
+                                       batch.alpha,
+                                       batch.beta};
+                 portable_gemm().multiply(take_block(product, row, std::min(height, m - row),
+                                                     column, std::min(width, n - column)));
+               });
 }
 
 static bool is_covered(const at::Tensor& tensor, at::ScalarType type) {
@@ -155,6 +173,80 @@ static bool try_multiply(const at::Tensor* c, const at::Tensor& a, const at::Ten
   else if (!result.defined())
     result = written;
   return true;
+}
+
+// ---- products of segments ----
+
+template <typename T>
+static void add_block(const Product& block, T* left, int64_t pitch, const T* right) {
+  for (int64_t row = 0; row < block.m; ++row)
+    for (int64_t column = 0; column < block.n; ++column)
+      left[row * pitch + column] += right[row * block.n + column];
+}
+
+// Computes a block of the sum. The blocks of the tree that wait for another are one after another:
+//
+//     segment     0     1        2        3
+//     waiting     0     0+1      0+1, 2   (0+1)+(2+3)
+template <typename T>
+static void sum_block(const Product& block, int64_t segments) {
+  const int64_t terms = block.k / segments, pitch = block.result.row_stride;
+  // It is the memory of a tensor that nothing else knows.
+  T* const result = static_cast<T*>(const_cast<void*>(block.result.data));
+  int64_t depth = 0;
+  for (int64_t rest = segments - 1; rest; rest >>= 1) ++depth;
+  T* const scratch =
+      static_cast<T*>(get_scratch(kSumScratch, depth * block.m * block.n * int64_t{sizeof(T)}));
+  const auto find_place = [&](int64_t number) {
+    return number ? scratch + (number - 1) * block.m * block.n : result;
+  };
+  int64_t waiting = 0;
+  const auto join = [&] {
+    --waiting;
+    add_block(block, find_place(waiting - 1), waiting > 1 ? block.n : pitch, find_place(waiting));
+  };
+  for (int64_t segment = 0; segment < segments; ++segment) {
+    Product part = take_terms(block, segment * terms, terms);
+    part.result = {find_place(waiting), waiting ? block.n : pitch, 1};
+    portable_gemm().multiply(part);
+    ++waiting;
+    for (int64_t leaf = segment; leaf & 1; leaf >>= 1) join();
+  }
+  while (waiting > 1) join();
+}
+
+at::Tensor try_multiply_segments(const at::Tensor& a, const at::Tensor& b, int64_t segments) {
+  const at::ScalarType type = a.scalar_type();
+  const bool is_known = (type == at::kFloat || type == at::kDouble) && is_covered(a, type) &&
+                        is_covered(b, type) && a.dim() == 2 && b.dim() == 2 &&
+                        a.size(1) == b.size(0) && a.size(1) % segments == 0;
+  if (!is_known || a.numel() == 0 || b.numel() == 0) return {};
+  at::Tensor result = at::detail::empty_cpu({a.size(0), b.size(1)}, a.options());
+  const Product product{data_type_of(type),
+                        a.size(0),
+                        b.size(1),
+                        a.size(1),
+                        Operands(a, a.sizes(), false)[0],
+                        Operands(b, b.sizes(), false)[0],
+                        {},
+                        Operands(result, result.sizes(), false)[0],
+                        1,
+                        0};
+  const Blocks blocks = divide(1, product.m, product.n, product.k, kSummedRows, kSummedColumns);
+  const int64_t grain =
+      std::max<int64_t>(1, kParallelWork / (blocks.height * blocks.width * product.k));
+  run_parallel(blocks.rows * blocks.columns, grain, [&](int64_t task) {
+    const int64_t row = task / blocks.columns * blocks.height,
+                  column = task % blocks.columns * blocks.width;
+    if (row >= product.m || column >= product.n) return;
+    const Product block = take_block(product, row, std::min(blocks.height, product.m - row), column,
+                                     std::min(blocks.width, product.n - column));
+    if (type == at::kFloat)
+      sum_block<float>(block, segments);
+    else
+      sum_block<double>(block, segments);
+  });
+  return result;
 }
 
 // ---- the kernels ----

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "portable_kernels.h"
 #include "torch_errors.h"
 
 namespace lockstep {
@@ -92,6 +93,14 @@ bool can_be_cut(const Stack& stack, size_t count, const SegmentRule& rule, int64
   return true;
 }
 
+// Returns whether an operator is a product of matrices, whose terms are the rows of micro-batches.
+bool is_product(const std::string& name, const std::string& overload,
+                const std::optional<SegmentRule>& rule) {
+  const std::vector<std::pair<size_t, int64_t>> terms = {{0, 1}, {1, 0}};
+  return name == "aten::mm" && overload.empty() && rule && rule->slices == terms &&
+         rule->turns == 1 && !rule->keeps_parts;
+}
+
 }  // namespace
 
 SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segments)
@@ -100,7 +109,7 @@ SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segme
   for (const auto& [name, overload, rule, arguments] : calls)
     calls_.push_back(
         {c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()), rule,
-         *arguments.get_pointer<PlainArguments>()});
+         *arguments.get_pointer<PlainArguments>(), is_product(name, overload, rule)});
   const bool has_draws = std::any_of(
       calls_.begin(), calls_.end(), [](const Call& call) { return call.rule && call.rule->draws; });
   for (int64_t i = 0; has_draws && i < segments; ++i)
@@ -148,9 +157,12 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
     op.callBoxed(stack);
     return;
   }
-  const std::optional<SegmentRule>& rule = calls_[next_++].rule;
+  const Call& call = calls_[next_++];
+  const std::optional<SegmentRule>& rule = call.rule;
   if (!rule) {
     op.callBoxed(stack);
+  } else if (call.is_product && try_product(call, stack)) {
+    return;
   } else if (rule->slices.empty()) {
     call_parts(op, stack);
   } else if (can_be_cut(*stack, op.schema().arguments().size(), *rule, segments_)) {
@@ -159,6 +171,19 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
     difference_ = op.schema().name();
     op.callBoxed(stack);
   }
+}
+
+// Computes the products of all micro-batches and their sum at once, and returns true; false, and
+// changes nothing, if this is not possible.
+bool SegmentedCalls::try_product(const Call& call, Stack* stack) const {
+  if (at::GradMode::is_enabled()) return false;
+  const size_t first = stack->size() - call.op.schema().arguments().size();
+  at::Tensor result =
+      try_multiply_segments((*stack)[first].toTensor(), (*stack)[first + 1].toTensor(), segments_);
+  if (!result.defined()) return false;
+  torch::jit::drop(*stack, stack->size() - first);
+  stack->emplace_back(std::move(result));
+  return true;
 }
 
 void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentRule& rule,

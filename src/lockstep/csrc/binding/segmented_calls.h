@@ -56,7 +56,9 @@ class SegmentedCalls : public PassCalls {
     c10::OperatorHandle op;
     std::optional<SegmentRule> rule;
     PlainArguments arguments;
+    bool is_product;  // of matrices, whose terms are the rows
   };
+  bool try_product(const Call& call, Stack* stack) const;
   std::vector<Call> calls_;
   size_t next_ = 0;
   int64_t segments_;

@@ -89,4 +89,13 @@ Product take_block(const Product& product, int64_t row, int64_t rows, int64_t co
   return block;
 }
 
+Product take_terms(const Product& product, int64_t first, int64_t terms) {
+  const size_t element = element_size(product.type);
+  Product part = product;
+  part.k = terms;
+  part.a = shift(product.a, 0, first, element);
+  part.b = shift(product.b, first, 0, element);
+  return part;
+}
+
 }  // namespace lockstep

@@ -57,6 +57,8 @@ struct Gemm {
 constexpr int64_t kBlockRows = 768, kBlockColumns = 1536;
 Product take_block(const Product& product, int64_t row, int64_t rows, int64_t column,
                    int64_t columns);
+// A product with only some of the terms of every sum.
+Product take_terms(const Product& product, int64_t first, int64_t terms);
 
 // Memory of the calling thread that is kept for its next product; `use` is 0 to 5, and 0 to 2 in
 // products.
