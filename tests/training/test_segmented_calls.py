@@ -1,8 +1,8 @@
-"""Products of the rows of each micro-batch, added along the tree, against separate products."""
+"""Products and sums of the rows of each micro-batch, added along the tree, against separate ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,25 +27,32 @@ def restore() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def add_segments(a: torch.Tensor, b: torch.Tensor, segments: int) -> torch.Tensor:
-    """Return the sum along the tree of one product per segment."""
-    terms = a.shape[1] // segments
+def add_segments(
+    compute: Callable[[slice], torch.Tensor], terms: int, segments: int
+) -> torch.Tensor:
+    """Return the sum along the tree of the results for the rows of each segment."""
+    each = terms // segments
     sums = TreeAccumulator[torch.Tensor](segments, torch.add)
     for segment in range(segments):
-        part = slice(segment * terms, (segment + 1) * terms)
-        sums.put((segment, segment + 1), a[:, part] @ b[part])
+        sums.put((segment, segment + 1), compute(slice(segment * each, (segment + 1) * each)))
     ((_, total),) = sums.nodes.items()
     return total
 
 
-def make_calls(a: torch.Tensor, b: torch.Tensor, segments: int) -> Any:
-    """Return what calls `mm` for the terms of each segment."""
+def make_calls(
+    operator: Callable[[], torch.Tensor], slices: Sequence[tuple[int, int]], segments: int
+) -> Any:
+    """Return what calls an operator for the rows of each segment."""
     native = load_native()
     recorded = native.RecordedCalls(restores=True, keeps=False, first=None)
-    recorded.run(lambda: torch.mm(a, b))
+    recorded.run(operator)
     (call,) = recorded.calls
-    rule = native.SegmentRule([(0, 1), (1, 0)], [-1], [], draws=False, turns=1, keeps_parts=False)
+    rule = native.SegmentRule([*slices], [-1], [], draws=False, turns=1, keeps_parts=False)
     return native.SegmentedCalls([(call[0], call[1], rule, call[-1])], segments)
+
+
+TERMS = [(0, 1), (1, 0)]
+"""The dimensions of a product that are divided."""
 
 
 @st.composite
@@ -75,12 +82,12 @@ def test_products_of_segments_have_the_bits_of_separate_products(
 ) -> None:
     torch.set_num_threads(threads)
     a, b, segments = given
-    calls = make_calls(a, b, segments)
+    calls = make_calls(lambda: torch.mm(a, b), TERMS, segments)
     with torch.no_grad():
         found = calls.run(lambda: torch.mm(a, b))
     assert not calls.find_difference()
     torch.set_num_threads(1)
-    expected = add_segments(a, b, segments)
+    expected = add_segments(lambda part: a[:, part] @ b[part], len(b), segments)
     assert found.dtype == expected.dtype
     assert found.is_contiguous()
     assert all(have_same_bits([(found, expected)])), (a.shape, b.shape, segments)
@@ -89,7 +96,7 @@ def test_products_of_segments_have_the_bits_of_separate_products(
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 1), (torch.bfloat16, 5)])
 def test_products_of_segments_are_one_call(dtype: torch.dtype, count: int) -> None:
     a, b = torch.randn(8, 32).to(dtype), torch.randn(32, 8).to(dtype)
-    calls = make_calls(a, b, 4)
+    calls = make_calls(lambda: torch.mm(a, b), TERMS, 4)
     with torch.no_grad(), torch.autograd.profiler.profile() as profile:
         calls.run(lambda: torch.mm(a, b))
     called = [event for event in profile.function_events if event.name == "aten::mm"]
@@ -98,8 +105,49 @@ def test_products_of_segments_are_one_call(dtype: torch.dtype, count: int) -> No
 
 def test_products_that_need_gradients_are_called_for_each_segment() -> None:
     a, b = torch.randn(8, 32, requires_grad=True), torch.randn(32, 8)
-    calls = make_calls(a, b, 4)
+    calls = make_calls(lambda: torch.mm(a, b), TERMS, 4)
     result = calls.run(lambda: torch.mm(a, b))
     result.sum().backward()
     assert a.grad is not None
     assert torch.equal(a.grad, b.sum(1).expand(8, 32))
+
+
+@given(
+    segments=st.integers(1, 9),
+    rows=st.integers(1, 40),
+    shape=st.lists(st.integers(1, 70), min_size=1, max_size=2),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    keeps_dimension=st.booleans(),
+    threads=st.integers(1, 4),
+)
+def test_sums_of_segments_have_the_bits_of_separate_sums(
+    segments: int,
+    rows: int,
+    shape: list[int],
+    dtype: torch.dtype,
+    keeps_dimension: bool,
+    threads: int,
+) -> None:
+    torch.set_num_threads(threads)
+    values = torch.randn(segments * rows, *shape).to(dtype)
+
+    def compute(part: slice = slice(None)) -> torch.Tensor:
+        # Copied, since rows of a separate pass are aligned.
+        return values[part].clone().sum([0], keepdim=keeps_dimension)
+
+    calls = make_calls(lambda: values.sum([0], keepdim=keeps_dimension), [(0, 0)], segments)
+    with torch.no_grad():
+        found = calls.run(lambda: values.sum([0], keepdim=keeps_dimension))
+    assert not calls.find_difference()
+    expected = add_segments(compute, segments * rows, segments)
+    assert found.shape == expected.shape
+    assert all(have_same_bits([(found, expected)])), (values.shape, segments)
+
+
+def test_sums_of_segments_are_one_call() -> None:
+    values = torch.randn(32, 64)
+    calls = make_calls(lambda: values.sum([0]), [(0, 0)], 4)
+    with torch.no_grad(), torch.autograd.profiler.profile() as profile:
+        calls.run(lambda: values.sum([0]))
+    called = [event for event in profile.function_events if event.name == "aten::sum"]
+    assert len(called) == 2  # the one that is seen, and one for all segments

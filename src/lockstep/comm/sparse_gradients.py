@@ -29,9 +29,6 @@ from lockstep.kernel.tree import Node, total
 
 __all__ = ["add_sparse", "sparse_weights", "sum_sparse_gradients"]
 
-SparseRows = torch.Tensor | None
-"""A coalesced tensor, sparse in its first dimension, or None."""
-
 DENSE = -1
 ABSENT = -2
 """Values in place of the number of rows, for a gradient that is dense or absent."""

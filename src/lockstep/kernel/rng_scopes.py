@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.kernel.seeds import PlainSeeder, Seeder, find_seed, torch_generators
+from lockstep.kernel.seeds import PlainSeeder, Seeder, torch_generators
 
 __all__ = [
     "BEFORE",
@@ -65,7 +65,7 @@ class ScopeCalls:
     last: int  # the number of the last call of the first scope, so of the model
     states: dict[int, list[bytes]]  # for each scope, the generator's state at each call
     # Seeds a call of a scope, given both, in several micro-batches that are computed together.
-    several: Callable[[int, int], None] | None = None
+    several: Callable[[int, int], object] | None = None
 
 
 WatchedModule = tuple[nn.Module, Callable[[], None] | None, Callable[[], None] | None]
@@ -241,7 +241,10 @@ class RngScopes:
             generator.manual_seed(seed)
 
     def begin_microbatches(
-        self, step: int, microbatches: Sequence[int], seed: Callable[[list[int]], object]
+        self,
+        step: int,
+        microbatches: Sequence[int],
+        seed: Callable[[list[bytes], int, int], object],
     ) -> None:
         """Start several micro-batches that are computed together.
 
@@ -250,17 +253,14 @@ class RngScopes:
         Args:
             step: The number of the step.
             microbatches: The numbers of the micro-batches.
-            seed: A function that seeds a generator for each of them.
+            seed: A function that seeds a generator for each of them, with the first parts of their
+                keys, a scope and the number of its call.
         """
         self.begin_microbatch(step, microbatches[0])
         prefixes = [self._pack_prefix(step, number) for number in microbatches]
-
-        def seed_several(scope: int, call: int) -> None:
-            seed([find_seed(prefix, scope, call) for prefix in prefixes])
-
-        seed_several(BEFORE, 0)
+        seed(prefixes, BEFORE, 0)
         assert self._now is not None
-        self._now.several = seed_several
+        self._now.several = partial(seed, prefixes)
 
     def begin_loss(self, last_call: int | None = None) -> None:
         """Seed the generators for the loss, after the given call of the first scope.

@@ -49,8 +49,8 @@ class Pass(Protocol):
     def end(self) -> None:
         """See no more operators."""
 
-    def seed(self, seeds: list[int]) -> None:
-        """Seed the generators of the micro-batches."""
+    def seed(self, prefixes: list[bytes], scope: int, call: int) -> None:
+        """Seed the generators of the micro-batches for a call of a scope."""
 
     def finish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Complete the gradients of parameters after the backward pass."""
@@ -88,7 +88,7 @@ class RecordedPass:
         _end_reads(self)
         self.recorded.end()
 
-    def seed(self, seeds: list[int]) -> None:
+    def seed(self, prefixes: list[bytes], scope: int, call: int) -> None:
         """Leave the generators of the micro-batches: one generator draws for all."""
 
     def finish(self, parameters: Sequence[nn.Parameter]) -> None:

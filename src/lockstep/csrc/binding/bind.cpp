@@ -256,7 +256,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("run", &RecordedCalls::run, py::arg("body"))
       .def("begin", &RecordedCalls::begin)
       .def("end", &RecordedCalls::end)
-      .def("seed", &RecordedCalls::seed, py::arg("seeds"))
+      .def("seed", &RecordedCalls::seed, py::arg("prefixes"), py::arg("scope"), py::arg("call"))
       .def("finish", &RecordedCalls::finish, py::arg("parameters"))
       .def_readonly("calls", &RecordedCalls::calls);
   py::class_<SegmentRule>(module, "SegmentRule")
@@ -276,7 +276,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("begin", &SegmentedCalls::begin)
       .def("end", &SegmentedCalls::end)
       .def("restart", &SegmentedCalls::restart)
-      .def("seed", &SegmentedCalls::seed, py::arg("seeds"))
+      .def("seed", &SegmentedCalls::seed, py::arg("prefixes"), py::arg("scope"), py::arg("call"))
       .def("finish", &SegmentedCalls::finish, py::arg("parameters"))
       .def("find_difference", &SegmentedCalls::find_difference);
   module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"), py::arg("nodes"),

@@ -3,11 +3,6 @@
 #include <algorithm>
 
 namespace lockstep {
-namespace {
-
-constexpr uintptr_t kAlignment = 64;  // of the memory that torch allocates
-
-}  // namespace
 
 std::vector<at::Tensor> list_tensors(const Stack& stack, size_t count) {
   Stack last(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());

@@ -15,6 +15,8 @@ namespace lockstep {
 
 using torch::jit::Stack;
 
+constexpr uintptr_t kAlignment = 64;  // of the memory that torch allocates
+
 // The arguments of a call that are no tensors, with their positions.
 using PlainArguments = std::vector<std::pair<size_t, c10::IValue>>;
 

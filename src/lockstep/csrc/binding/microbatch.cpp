@@ -17,7 +17,7 @@ namespace py = pybind11;
 
 namespace lockstep {
 
-static uint64_t hash_key(std::string_view prefix, int64_t scope, int64_t call) {
+uint64_t find_seed(std::string_view prefix, int64_t scope, int64_t call) {
   char message[kBlake2bBlock];
   CHECK_ARGUMENT(prefix.size() + 2 * sizeof(int64_t) <= sizeof(message), "the prefix is too long");
   const int64_t parts[] = {scope, call};
@@ -38,7 +38,7 @@ uint64_t ScopeSeeder::seed(std::string_view prefix, int64_t scope, int64_t call)
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   auto* const state = generator.get<at::CPUGeneratorImpl>();
   if (known == scopes_.end()) {
-    const uint64_t seed = hash_key(prefix, scope, call);
+    const uint64_t seed = find_seed(prefix, scope, call);
     std::scoped_lock<std::mutex> lock(generator.mutex());
     state->set_current_seed(seed);
     return seed;
@@ -74,7 +74,7 @@ const at::mt19937& ScopeSeeder::find_engine(std::string_view prefix, size_t numb
   for (size_t n = 0; n < kTogether; ++n, ++number) {
     const int64_t scope = scopes_[number % scopes_.size()];
     const auto& key = keys.emplace_back(advance(prefix, number / scopes_.size()), scope);
-    const uint64_t seed = hash_key(key.first, scope, 0);
+    const uint64_t seed = find_seed(key.first, scope, 0);
     words[n] = static_cast<uint32_t>(seed);
     states[n].seed_ = seed;
     states[n].left_ = 1;
@@ -131,7 +131,7 @@ void ScopeSeeder::prepare_python(std::string_view prefix, int64_t scope) {
   python_seeds_.clear();
   std::array<std::array<uint32_t, 2>, kTogether> terms;  // added in turn
   for (size_t n = 0; n < kTogether; ++n) {
-    const uint64_t seed = python_seeds_.emplace_back(hash_key(advance(prefix, n), scope, 0));
+    const uint64_t seed = python_seeds_.emplace_back(find_seed(advance(prefix, n), scope, 0));
     const auto low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
     terms[n] = {low, high ? high + 1 : low};  // Python's key has as many words as it needs
     python_words_[n] = initial;

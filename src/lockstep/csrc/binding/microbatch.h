@@ -16,6 +16,10 @@
 
 namespace lockstep {
 
+// Returns the seed of a call of a scope: the key that begins with `prefix` (int64 values) and ends
+// with `scope` and, unless it is 0, `call`.
+uint64_t find_seed(std::string_view prefix, int64_t scope, int64_t call);
+
 // Seeds torch's default generator of the CPU for scopes, which are mostly called in one order, and
 // the generators of Python and numpy for micro-batches. All are Mersenne Twisters.
 //
@@ -31,8 +35,7 @@ class ScopeSeeder {
   ScopeSeeder(std::vector<int64_t> scopes, pybind11::function get_numpy,
               pybind11::function seed_others);
 
-  // Seeds the generator with the key that begins with `prefix` (int64 values) and ends with `scope`
-  // and, unless it is 0, `call`. Returns the seed.
+  // Seeds the generator for a call of a scope. Returns the seed.
   uint64_t seed(std::string_view prefix, int64_t scope, int64_t call);
 
   // The same for `scope` without a call, and seeds the generators of Python and numpy with the same

@@ -46,9 +46,20 @@ const std::unordered_set<std::string> kDividedDraws = {
     "aten::_scaled_dot_product_attention_math",
 };
 
+// Their overloads: every operator is looked up, and a handle is found sooner than a name.
+std::unordered_set<c10::OperatorHandle> find_divided_draws() {
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  std::unordered_set<c10::OperatorHandle> found;
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames())
+    if (kDividedDraws.contains(name.name))
+      if (const auto op = dispatcher.findSchema(name)) found.insert(*op);
+  return found;
+}
+
 bool is_divided(const c10::OperatorHandle& op, const Stack& stack) {
+  static const std::unordered_set<c10::OperatorHandle> divided = find_divided_draws();
+  if (!divided.contains(op)) return false;
   const c10::FunctionSchema& schema = op.schema();
-  if (!kDividedDraws.contains(schema.name())) return false;
   const std::optional<int> probability = schema.argumentIndexWithName("dropout_p");
   if (!probability) return true;
   const size_t first = stack.size() - schema.arguments().size();

@@ -23,10 +23,9 @@ using at::Tensor;
 
 // ---- square roots ----
 
-// The instruction of the processor rounds correctly. Without errno the compiler vectorizes this.
+// The instruction of the processor rounds correctly.
 template <typename T>
-__attribute__((optimize("O3", "no-math-errno"))) static void take_roots(const T* from, T* to,
-                                                                        int64_t count) {
+static void take_roots(const T* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = std::sqrt(from[i]);
 }
 

@@ -35,7 +35,7 @@ class RecordedCalls : public PassCalls {
   pybind11::object run(const pybind11::function& body);
   void end();
   void call(const c10::OperatorHandle& op, Stack* stack) override;
-  void seed(const std::vector<uint64_t>&) {}
+  void seed(const std::vector<std::string>&, int64_t, int64_t) {}
   void finish(const std::vector<at::Tensor>&) {}
   // (name, overload, arguments, results, whether it has drawn, for each tensor among the arguments
   // the numbers of turns by which its first rows may be those of `first`, the numbers of the calls

@@ -5,10 +5,13 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/sum.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <iterator>
 
+#include "microbatch.h"
 #include "portable_kernels.h"
 #include "torch_errors.h"
 
@@ -93,12 +96,42 @@ bool can_be_cut(const Stack& stack, size_t count, const SegmentRule& rule, int64
   return true;
 }
 
-// Returns whether an operator is a product of matrices, whose terms are the rows of micro-batches.
-bool is_product(const std::string& name, const std::string& overload,
-                const std::optional<SegmentRule>& rule) {
-  const std::vector<std::pair<size_t, int64_t>> terms = {{0, 1}, {1, 0}};
-  return name == "aten::mm" && overload.empty() && rule && rule->slices == terms &&
-         rule->turns == 1 && !rule->keeps_parts;
+// Adds the entries of the first dimension along the tree, as TreeSum does, a level at a time.
+at::Tensor add_entries(at::Tensor entries) {
+  while (entries.size(0) > 1) {
+    const int64_t pairs = entries.size(0) / 2;
+    at::Tensor sums = entries.slice(0, 0, 2 * pairs, 2) + entries.slice(0, 1, 2 * pairs, 2);
+    entries = entries.size(0) % 2 ? at::cat({sums, entries.slice(0, 2 * pairs)}) : sums;
+  }
+  return entries.select(0, 0);
+}
+
+// Computes the products of all micro-batches, whose terms are the rows, and their sum.
+at::Tensor try_product(const c10::IValue* arguments, int64_t segments) {
+  return try_multiply_segments(arguments[0].toTensor(), arguments[1].toTensor(), segments);
+}
+
+// Computes the sums of the rows of all micro-batches, and their sum.
+at::Tensor try_sum(const c10::IValue* arguments, int64_t segments) {
+  const at::Tensor& rows = arguments[0].toTensor();
+  const int64_t each = rows.size(0) / segments;
+  const bool is_aligned = each * rows.stride(0) * rows.element_size() % kAlignment == 0;
+  if (!arguments[1].isIntList() || arguments[1].toIntVector() != std::vector<int64_t>{0} ||
+      !arguments[3].isNone() || !rows.is_contiguous() || !is_aligned)
+    return {};
+  return add_entries(rows.unflatten(0, {segments, each}).sum(1, arguments[2].toBool()));
+}
+
+// Returns what computes the results of all micro-batches, and their sum, in a few calls.
+SegmentedCalls::Total find_total(const std::string& name, const std::string& overload,
+                                 const std::optional<SegmentRule>& rule) {
+  using Slices = std::vector<std::pair<size_t, int64_t>>;
+  if (!rule || rule->draws || rule->turns > 1 || rule->keeps_parts) return nullptr;
+  if (name == "aten::mm" && overload.empty() && rule->slices == Slices{{0, 1}, {1, 0}})
+    return try_product;
+  if (name == "aten::sum" && overload == "dim_IntList" && rule->slices == Slices{{0, 0}})
+    return try_sum;
+  return nullptr;
 }
 
 }  // namespace
@@ -109,17 +142,18 @@ SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segme
   for (const auto& [name, overload, rule, arguments] : calls)
     calls_.push_back(
         {c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()), rule,
-         *arguments.get_pointer<PlainArguments>(), is_product(name, overload, rule)});
+         *arguments.get_pointer<PlainArguments>(), find_total(name, overload, rule)});
   const bool has_draws = std::any_of(
       calls_.begin(), calls_.end(), [](const Call& call) { return call.rule && call.rule->draws; });
   for (int64_t i = 0; has_draws && i < segments; ++i)
     generators_.push_back(at::detail::createCPUGenerator());
 }
 
-void SegmentedCalls::seed(const std::vector<uint64_t>& seeds) {
+void SegmentedCalls::seed(const std::vector<std::string>& prefixes, int64_t scope, int64_t call) {
   if (generators_.empty()) return;
-  CHECK_ARGUMENT(seeds.size() == generators_.size(), "there is not one seed per segment");
-  for (size_t i = 0; i < seeds.size(); ++i) generators_[i].set_current_seed(seeds[i]);
+  CHECK_ARGUMENT(prefixes.size() == generators_.size(), "there is not one key per segment");
+  seeds_.clear();
+  for (const std::string& prefix : prefixes) seeds_.push_back(find_seed(prefix, scope, call));
 }
 
 void SegmentedCalls::restart() {
@@ -161,25 +195,25 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   const std::optional<SegmentRule>& rule = call.rule;
   if (!rule) {
     op.callBoxed(stack);
-  } else if (call.is_product && try_product(call, stack)) {
-    return;
   } else if (rule->slices.empty()) {
     call_parts(op, stack);
   } else if (can_be_cut(*stack, op.schema().arguments().size(), *rule, segments_)) {
-    rule->draws ? draw(op, *rule, stack) : call_segments(op, *rule, stack);
+    if (rule->draws)
+      draw(op, *rule, stack);
+    else if (!try_total(call, stack))
+      call_segments(op, *rule, stack);
   } else {
     difference_ = op.schema().name();
     op.callBoxed(stack);
   }
 }
 
-// Computes the products of all micro-batches and their sum at once, and returns true; false, and
-// changes nothing, if this is not possible.
-bool SegmentedCalls::try_product(const Call& call, Stack* stack) const {
-  if (at::GradMode::is_enabled()) return false;
+// Computes the results of all micro-batches and their sum in a few calls, and returns true; false,
+// and changes nothing, if this is not possible.
+bool SegmentedCalls::try_total(const Call& call, Stack* stack) const {
+  if (!call.total || at::GradMode::is_enabled()) return false;
   const size_t first = stack->size() - call.op.schema().arguments().size();
-  at::Tensor result =
-      try_multiply_segments((*stack)[first].toTensor(), (*stack)[first + 1].toTensor(), segments_);
+  at::Tensor result = call.total(&(*stack)[first], segments_);
   if (!result.defined()) return false;
   torch::jit::drop(*stack, stack->size() - first);
   stack->emplace_back(std::move(result));
@@ -192,6 +226,10 @@ void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentR
   const size_t returns = op.schema().returns().size();
   const Stack given(stack->end() - arguments, stack->end());
   torch::jit::drop(*stack, static_cast<size_t>(arguments));
+  // Where nothing is differentiated, autograd's kernels are not passed for every micro-batch.
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> below;
+  if (!at::GradMode::is_enabled())
+    below.emplace(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   std::vector<std::vector<at::Tensor>> rows(returns);
   std::vector<TreeSum> sums(returns);
   std::vector<bool> is_defined(returns);
@@ -265,6 +303,9 @@ void SegmentedCalls::draw(const c10::OperatorHandle& op, const SegmentRule& rule
   const Stack given(stack->end() - std::ssize(schema.arguments()), stack->end());
   torch::jit::drop(*stack, schema.arguments().size());
   const at::NoGradGuard guard;
+  // Most scopes draw nothing, and a generator takes longer to seed than a key to compute.
+  for (size_t i = 0; i < seeds_.size(); ++i) generators_[i].set_current_seed(seeds_[i]);
+  seeds_.clear();
   std::vector<at::Tensor> rows;
   for (int64_t segment = 0; segment < segments_; ++segment) {
     Stack part = given;

@@ -38,13 +38,17 @@ class SegmentedCalls : public PassCalls {
   // Its name, its overload, how it is called, and its arguments, as RecordedCalls notes them.
   using Expected =
       std::tuple<std::string, std::string, std::optional<SegmentRule>, pybind11::capsule>;
+  // Returns what an operator returns for these arguments of all micro-batches, undefined if it has
+  // to be called for each of them.
+  using Total = at::Tensor (*)(const c10::IValue* arguments, int64_t segments);
   SegmentedCalls(const std::vector<Expected>& calls, int64_t segments);
   void call(const c10::OperatorHandle& op, Stack* stack) override;
   void restart();
   // Adds the parts of the gradients of parameters, after the backward pass.
   void finish(const std::vector<at::Tensor>& parameters);
-  // Seeds the generator of each micro-batch.
-  void seed(const std::vector<uint64_t>& seeds);
+  // Seeds the generator of each micro-batch for a call of a scope, when an operator draws. The
+  // prefixes are the first parts of their keys.
+  void seed(const std::vector<std::string>& prefixes, int64_t scope, int64_t call);
   // The first operator that was not expected, or that was not called; "" if there is none.
   std::string find_difference() const;
 
@@ -56,13 +60,14 @@ class SegmentedCalls : public PassCalls {
     c10::OperatorHandle op;
     std::optional<SegmentRule> rule;
     PlainArguments arguments;
-    bool is_product;  // of matrices, whose terms are the rows
+    Total total;
   };
-  bool try_product(const Call& call, Stack* stack) const;
+  bool try_total(const Call& call, Stack* stack) const;
   std::vector<Call> calls_;
   size_t next_ = 0;
   int64_t segments_;
   std::vector<at::Generator> generators_;  // none if no operator draws
+  std::vector<uint64_t> seeds_;            // that they get before the next draw
   // Those of the second micro-batch and of further ones, by the tensor of the first.
   TensorMap<std::vector<at::Tensor>> parts_;
   std::string difference_;
