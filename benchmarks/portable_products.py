@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROUNDS, LEAST = 15, 0.02  # rounds; seconds of a measurement, which repeats shorter calls
 SETTINGS = ("default", "compatible", "portable")
@@ -39,13 +40,18 @@ PRODUCTS = {
     "its input gradient": "32x2048 2048x2048",
     "linear, 8 samples": "8x1024 1024x1024t",
     "classifier": "128x512 512x10t",
-    "attention": "64x64x32 64x32x64t",
+    "products of 64 heads": "64x64x32 64x32x64t",
     "matrix times vector": "2048x2048 2048x1",
     "tiny": "4x8 8x4",
 }
+ATTENTION = {
+    "attention, 17 tokens": (32, 4, 17, 16),
+    "attention, 128 tokens": (8, 8, 128, 64),
+    "causal attention, 1024 tokens": (2, 8, 1024, 64),
+}
 VECTORS = ["exp", "log", "tanh", "erf", "sigmoid"]
 STEPS = ["25m", "transformer", "resnet18"]
-CASES = [*PRODUCTS, *VECTORS, *STEPS]
+CASES = [*PRODUCTS, *ATTENTION, *VECTORS, *STEPS]
 
 
 PAGE = """# The price of portable bits
@@ -61,7 +67,8 @@ than the default.
 
 Products are named by their sizes, or by their place in a training: a linear layer of 2048 x 2048
 and its gradients for 32 samples, a classifier of 512 features for 128 samples, 64 heads of
-attention. `exp` to `sigmoid` are functions of 2^20 numbers, which portable mode leaves to torch.
+attention. Attention is a forward and backward pass of `scaled_dot_product_attention`. `exp` to
+`sigmoid` are functions of 2^20 numbers, which portable mode leaves to torch.
 The last three rows are the forward and backward pass of 32 samples: linear layers with 25 million
 parameters, a transformer with 2.7 million, and ResNet-18 with images of 64 x 64.
 
@@ -83,6 +90,24 @@ def build_product(text: str) -> Callable[[], object]:
         values = torch.randn(sizes).to(getattr(torch, dtype[0] if dtype else "float32"))
         operands.append(values.mT if operand.endswith("t") else values)
     return partial(torch.matmul, *operands)
+
+
+def build_attention(samples: int, heads: int, tokens: int, size: int, *, is_causal: bool) -> Any:
+    """Return a call that computes the forward and backward pass of an attention."""
+    import torch
+
+    inputs = torch.randn(samples, tokens, 3, heads, size, requires_grad=True)
+    gradient = torch.randn(samples, heads, tokens, size)
+
+    def attend() -> None:
+        inputs.grad = None
+        query, key, value = inputs.permute(2, 0, 3, 1, 4)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal
+        )
+        output.backward(gradient)
+
+    return attend
 
 
 def build_step(name: str) -> Callable[[], object]:
@@ -113,6 +138,8 @@ def build(case: str) -> Callable[[], object]:
 
     if case in PRODUCTS:
         return build_product(PRODUCTS[case])
+    if case in ATTENTION:
+        return build_attention(*ATTENTION[case], is_causal="causal" in case)
     if case in STEPS:
         return build_step(case)
     return partial(getattr(torch, case), torch.rand(1 << 20) + 0.5)

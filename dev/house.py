@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "folders": 15,
     "nodes in src": 452_000,
-    "nodes in tests": 550_000,
-    "code lines in csrc": 10_100,
+    "nodes in tests": 555_000,
+    "code lines in csrc": 10_500,
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments in 100": 1.0,
     "imports per module": 5.0,

@@ -1,4 +1,4 @@
-"""Products and sums of the rows of each micro-batch, added along the tree, against separate ones."""
+"""Products and sums of rows for each micro-batch, added along the tree, against separate ones."""
 
 from __future__ import annotations
 

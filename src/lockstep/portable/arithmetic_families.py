@@ -7,6 +7,7 @@ runs autograd: a fork of this process could not use autograd after that.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy
@@ -73,8 +74,8 @@ def _convolve(dtype: torch.dtype) -> ComputedTensors:
 
 
 def _attend(dtype: torch.dtype) -> ComputedTensors:
-    q, k, v = (make_values(2, 2, 20, 16, seed=seed, dtype=dtype) for seed in (1, 2, 3))
-    for is_causal in (False, True):
+    for tokens, is_causal in itertools.product((20, 140), (False, True)):
+        q, k, v = (make_values(2, 2, tokens, 16, seed=seed, dtype=dtype) for seed in (1, 2, 3))
         y, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
         yield y
         yield from aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -71,6 +71,7 @@ void use_portable_kernels(bool enabled, const std::string& kernels, bool keeps_l
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
   register_products(*library);
   register_convolutions(*library);
+  register_attention(*library);
   register_functions(*library);
   register_threads(*library);
   composite = new torch::Library(torch::Library::IMPL, "aten",

@@ -61,6 +61,7 @@ at::Tensor try_multiply_segments(const at::Tensor& a, const at::Tensor& b, int64
 
 void register_products(torch::Library& library);
 void register_convolutions(torch::Library& library);
+void register_attention(torch::Library& library);
 void register_functions(torch::Library& library);
 void register_threads(torch::Library& library);
 // Composite: above autograd.
