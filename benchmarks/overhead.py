@@ -4,11 +4,12 @@
 
 Two linear layers, 256 samples, one thread, nothing recorded. Contenders take turns, for ten steps
 at a time as in a training, each on a batch that is written anew before it. On one rank: plain
-PyTorch that accumulates gradients, `trainer.step`, `trainer.manual_step`, the loops of `ls.exact`
-(over batches, and over micro-batches), and those of Lightning Fabric and Accelerate that are
-installed. On several ranks, the first one is DistributedDataParallel with `no_sync`. The steps are
-those of rank 0, as medians and quartiles. The ratios are those of the medians of two contenders in
-each turn. The losses of one rank are compared.
+PyTorch that accumulates gradients, and plain PyTorch with the batch in one pass, `trainer.step`,
+`trainer.manual_step`, the loops of `ls.exact` (over batches, and over micro-batches), and those of
+Lightning Fabric and Accelerate that are installed. On several ranks, the first ones are
+DistributedDataParallel with `no_sync`, and with one pass per rank. The steps are those of rank 0,
+as medians and quartiles. The ratios are those of the medians of two contenders in each turn. The
+losses of one rank are compared.
 """
 
 import argparse
@@ -176,10 +177,17 @@ def contenders(ranks):
     own = {"trainer.step": lockstep, "manual_step": manual, "exact.batches": nested}
     own |= {"exact.microbatches": flat}
     if ranks > 1:
-        return {"DistributedDataParallel": distributed} | own
+        whole = partial(_ignore_microbatches, distributed, ranks)
+        name = "DistributedDataParallel"
+        return {name: distributed, f"{name}, one pass": whole} | own
     peers = {"lightning_fabric": ("Fabric", fabric), "accelerate": ("Accelerate", accelerate)}
     found = [pair for name, pair in peers.items() if importlib.util.find_spec(name)]
-    return {"plain PyTorch": plain} | own | dict(found)
+    whole = partial(_ignore_microbatches, plain, 1)
+    return {"plain PyTorch": plain, "plain PyTorch, one pass": whole} | own | dict(found)
+
+
+def _ignore_microbatches(make, parts, microbatches):
+    return make(parts)
 
 
 def measure(ranks, microbatches, rounds, names):

@@ -47,7 +47,6 @@ from lockstep.launcher.run_folder import (
     claim_newest_run,
     create_run_folder,
     describe_launch,
-    find_description,
     find_linked_runs,
     is_link_to_sibling,
     locate_renamed,
@@ -245,11 +244,11 @@ def _open_run_folder(config: LaunchConfig) -> RunFolder:
     parent = Path(config.log_dir or RUNS)
     resumed = config.resumed_run
     if config.resumes_newest:
-        resumed = claim_newest_run(parent, description)
-        claimed = None if resumed is None else find_description(resumed)
-        if claimed is not None and claimed.portable is False:
-            os.environ[PORTABLE] = "0"
-            description = dataclasses.replace(description, portable=False)
+        if claimed := claim_newest_run(parent, description):
+            resumed, launched = claimed
+            if launched.portable is False:
+                os.environ[PORTABLE] = "0"
+                description = dataclasses.replace(description, portable=False)
     elif resumed is not None and config.node_rank == 0:
         wait_until_free(resumed)
     if resumed is None:

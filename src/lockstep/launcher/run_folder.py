@@ -279,7 +279,9 @@ def _order_candidates(name: str, parent: Path) -> list[Path]:
     return paths[::-1] if os.sep in name else paths
 
 
-def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | None:
+def claim_newest_run(
+    parent: Path, description: LaunchDescription
+) -> tuple[Path, LaunchDescription] | None:
     """Hold and return the newest run of a command that did not succeed and is not running.
 
     Args:
@@ -287,7 +289,7 @@ def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | Non
         description: The command, as `describe_launch` returns it.
 
     Returns:
-        Its folder; None if there is no such run.
+        Its folder and how it was launched; None if there is no such run.
     """
     runs = []
     for folder in parent.iterdir() if parent.is_dir() else ():
@@ -296,12 +298,12 @@ def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | Non
         launched = find_description(folder) if folder.is_dir() else None
         if launched and launched.exit_status != 0 and launched.is_same_command(description):
             started = datetime.datetime.fromisoformat(launched.started)
-            runs.append((started.timestamp(), folder.name, folder))
+            runs.append((started.timestamp(), folder.name, folder, launched))
     deadline = time.monotonic() + EXIT_TIMEOUT  # for processes of an interrupted run
-    for *_, folder in sorted(runs, reverse=True):
+    for _, _, folder, launched in sorted(runs, key=lambda run: run[:2], reverse=True):
         with contextlib.suppress(UsageError):
             wait_until_free(folder, max(0.0, deadline - time.monotonic()))
-            return folder
+            return folder, launched
     return None
 
 

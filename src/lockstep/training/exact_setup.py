@@ -193,7 +193,7 @@ def exact(
     )
     engine = Engine(setup, parallel, options, update)
     saved: list[Any] | None = None  # what is registered with a run that may be continued
-    if config is not None or membership() is not None:
+    if _may_be_continued(config):
         saved = [*(objects if config is None else config.stateful).values()]
     steps = ScriptSteps(
         engine.steps,
@@ -428,12 +428,17 @@ def _read_checkpoint(
 ) -> CheckpointConfig | None:
     """Return the settings of checkpoints, with the objects of `stateful`."""
     config = read_checkpoint_argument(checkpoint)
-    if (config is not None or membership() is not None) and not optimizers:
+    if _may_be_continued(config) and not optimizers:
         raise UsageError(
             "ls.exact needs the optimizers to save and to continue a training: write "
             "ls.exact(model, optimizer, microbatches=...)"
         )
     return config and replace(config, stateful={**config.stateful, **stateful})
+
+
+def _may_be_continued(config: CheckpointConfig | None) -> bool:
+    """Return whether another process may continue this training."""
+    return config is not None or membership() is not None
 
 
 def _refuse_flat_loop(config: CheckpointConfig | None) -> str:
