@@ -36,7 +36,7 @@ class Case:
         samples, heads = draw(st.integers(1, 3)), draw(st.integers(1, 5))
         # Also more than the queries of a block.
         queries = draw(st.sampled_from([1, 2, 5, 17, 64, 65, 130, 200]))
-        keys = draw(st.sampled_from([1, 3, 16, 17, 64, 70, 129, 260]))
+        keys = draw(st.sampled_from([1, 3, 16, 17, 64, 70, 129, 260, 3000]))
         size = draw(st.sampled_from([1, 4, 16, 33]))
         generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
 
@@ -116,11 +116,47 @@ def test_a_head_does_not_depend_on_the_others(case: Case, data: st.DataObject) -
         assert torch.equal(one, all_of_them[sample, head])
 
 
-def test_the_layout_is_that_of_torch() -> None:
-    query = torch.randn(2, 3, 5, 4)
-    output, sums = ATTEND(query, query, query)
-    assert output.stride() == (60, 4, 12, 1)
-    assert sums.stride() == (15, 1, 3)
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(2, 3, 5, 4),
+    "heads inside": lambda: torch.randn(2, 5, 3, 4).transpose(1, 2),
+    "a part": lambda: torch.randn(2, 5, 3, 3, 4).permute(2, 0, 3, 1, 4)[0],
+    "expanded": lambda: torch.randn(2, 1, 5, 4).expand(2, 3, 5, 4),
+    "one token": lambda: torch.randn(2, 3, 1, 4),
+    "large": lambda: torch.randn(2, 3, 600, 4),
+    "large, heads inside": lambda: torch.randn(2, 600, 3, 4).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_is_that_of_torch(layout: str) -> None:
+    query = LAYOUTS[layout]()
+    empty = torch.empty_strided(query.shape, query.stride(), device="meta")
+    found = ATTEND(query, query, query)
+    expected = ATTEND(empty, empty, empty)
+    gradients = ATTEND_BACKWARD(found[0], query, query, query, *found, 0.0, False)
+    of_meta = ATTEND_BACKWARD(expected[0], empty, empty, empty, *expected, 0.0, False)
+    for one, other in zip((*found, *gradients), (*expected, *of_meta), strict=True):
+        assert one.shape == other.shape
+        assert one.stride() == other.stride()
+
+
+def test_a_backward_pass_may_run_in_autocast() -> None:
+    query = torch.randn(2, 3, 9, 8, requires_grad=True)
+    output = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    output.sum().backward(retain_graph=True)
+    assert query.grad is not None
+    expected = query.grad.clone()
+    query.grad = None
+    with torch.autocast("cpu", torch.bfloat16):
+        output.sum().backward()
+    assert torch.equal(query.grad, expected)
+
+
+def test_a_query_whose_scores_are_minus_infinity_has_zeros() -> None:
+    query, key = torch.full((1, 1, 2, 4), -math.inf), torch.ones(1, 1, 3, 4)
+    output, sums = ATTEND(query, key, key)
+    assert torch.equal(output, torch.zeros(1, 1, 2, 4))
+    assert torch.equal(sums, torch.zeros(1, 1, 2))
 
 
 def test_mistakes_have_the_messages_of_torch() -> None:

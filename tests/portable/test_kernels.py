@@ -15,7 +15,7 @@ import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import command_words
-from lockstep.portable import kernels, products, variables
+from lockstep.portable import kernels, products
 from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.portable.variables import OF_TORCH, find_missing_variables
 from lockstep.processor_core import divide_cores
@@ -126,13 +126,9 @@ def test_a_variable_of_the_user_decides_against_the_default(monkeypatch):
 @pytest.mark.usefixtures("kernels_of_torch")
 def test_where_there_are_no_portable_bits_the_default_says_nothing(monkeypatch, machine, device):
     monkeypatch.setattr("platform.machine", lambda: machine)
-    variables.find_problem.cache_clear()
-    try:
-        assert not kernels.choose_kernels(
-            None, torch.device(device), lambda name, value: pytest.fail(name), pytest.fail
-        )
-    finally:
-        variables.find_problem.cache_clear()
+    assert not kernels.choose_kernels(
+        None, torch.device(device), lambda name, value: pytest.fail(name), pytest.fail
+    )
 
 
 def test_torchs_own_kernels_can_be_chosen():
@@ -232,12 +228,8 @@ def test_a_variable_with_another_value_is_an_error():
 
 def test_a_processor_without_avx2_is_an_error(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    variables.find_problem.cache_clear()
-    try:
-        with pytest.raises(UsageError, match="an x86-64 processor with AVX2: this is aarch64"):
-            find_missing_variables({}, OF_TORCH)
-    finally:
-        variables.find_problem.cache_clear()
+    with pytest.raises(UsageError, match="an x86-64 processor with AVX2: this is aarch64"):
+        find_missing_variables({}, OF_TORCH)
 
 
 @pytest.mark.parametrize(

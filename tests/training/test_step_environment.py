@@ -13,6 +13,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.comm import backend
+from lockstep.training import step_environment
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="portable bits need the extension")
 
@@ -33,6 +34,7 @@ MODELS = {
     "LAPACK": (lambda layer, x: x @ torch.linalg.qr(layer.weight).Q, ["linalg_qr"]),
     "FFT": (lambda layer, x: torch.fft.rfft(layer(x)).abs(), ["_fft_r2c"]),
     "LSTM": (nn.LSTM(8, 8), ["lstm"]),
+    "bfloat16": (lambda layer, x: (x.bfloat16() @ layer.weight.bfloat16()).float(), []),
     "complex": (
         lambda layer, x: (layer(x) * (1 + 1j) @ torch.eye(8, dtype=torch.complex64)).real,
         ["products of complex numbers"],
@@ -78,6 +80,22 @@ def test_operators_that_are_not_portable_are_named_once(ranks, tmp_path):
             assert step == 0
             assert {*operators} <= {*listed}
             assert f"{begin} {', '.join(listed)}" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "portable", "count"),
+    [("bfloat16", None, 1), ("plain", None, 0), ("bfloat16", True, 0)],
+)
+def test_bfloat16_that_is_slower_is_said_once_by_default(ranks, tmp_path, model, portable, count):
+    def train():
+        find = mock.patch.object(
+            step_environment, "find_bfloat16_instructions", return_value="amx_bf16"
+        )
+        with find:
+            return lines_of(model, tmp_path)
+
+    ((_, said),) = ranks(train, 1, portable=portable)
+    assert said.count("do not use this processor's instructions for them (amx_bf16)") == count
 
 
 def test_an_lstm_is_portable_if_it_is_asked_for(ranks, tmp_path):

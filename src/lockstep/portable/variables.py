@@ -17,6 +17,7 @@ from lockstep.kernel.errors import UsageError
 __all__ = [
     "OF_TORCH",
     "PORTABLE",
+    "find_bfloat16_instructions",
     "find_missing_variables",
     "find_of_launch",
     "find_of_numpy",
@@ -82,14 +83,26 @@ def find_missing_variables(
     return {name: value for name, value in variables.items() if name not in environ}
 
 
-@functools.cache
 def find_problem() -> str:
     """Return why this processor cannot compute portable bits; "" if it can."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"this is {platform.machine()}"
-    try:
-        flags = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
-    except OSError:  # another system than Linux
-        return ""
-    missing = [name for name in ("avx2", "fma") if f" {name} " not in f"{flags} "]
+    flags = _read_flags()
+    missing = [name for name in ("avx2", "fma") if flags and name not in flags]
     return f"it has no {' and no '.join(missing)}" if missing else ""
+
+
+def find_bfloat16_instructions() -> str:
+    """Return which instructions of this processor multiply in bfloat16; "" if it has none."""
+    flags = _read_flags()
+    return " and ".join(name for name in ("amx_bf16", "avx512_bf16") if name in flags)
+
+
+@functools.cache
+def _read_flags() -> frozenset[str]:
+    """Return the names of the instructions that the processor has; none on other systems."""
+    try:
+        processor = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
+    except OSError:
+        return frozenset()
+    return frozenset(processor.split())

@@ -37,7 +37,7 @@ from lockstep.kernel.tree import nodes_of, split
 from lockstep.model.backward_hooks import has_foreign_hooks
 from lockstep.model.compilation import find_compiled
 from lockstep.model.forward import Metric, call_model, compute_loss, split_targets
-from lockstep.model.loss_root import LossRoot, run_backward
+from lockstep.model.loss_root import LossRoot
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.training.grouped_passes import PassResults
@@ -225,11 +225,14 @@ class OnePass:
         leaves, structure = tree_flatten(outputs)
         cuts = [cut_rows(leaf, len(group)) for leaf in leaves]
         results = PassResults([], [])
+        roots = []
         for number, (part, (_, targets)) in enumerate(zip(group, pairs, strict=True)):
             own = tree_unflatten([cut[number] for cut in cuts], structure)
             loss, metrics = self._compute_loss(step, part, own, targets, last_call)
-            results.losses.append(loss)
+            roots.append(self._roots.find(loss, step.shares[part.index]))
+            results.losses.append(loss.detach())
             results.metrics.append(metrics)
+        run_from_roots(roots)  # together, since to start the engine takes as long as a loss
         if any(parameter.grad is not None for parameter in self._parameters):
             raise CannotJoin("the loss uses parameters of the model")
         self.run_backward(attempt, leaves, cuts)
@@ -279,7 +282,7 @@ class OnePass:
     def _compute_loss(
         self, step: StepContext, part: Microbatch, outputs: Any, targets: Any, last_call: int
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Compute the loss of a micro-batch from its outputs, and run backward to these."""
+        """Compute the loss of a micro-batch from its outputs."""
         where = step.place(part.index)
         assert self._parallel.loss is not None
         self._scopes.begin_microbatch(step.number, part.index, last_call)
@@ -287,9 +290,7 @@ class OnePass:
         loss, metrics = compute_loss(self._parallel.loss, self._metrics, outputs, targets, where)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise CannotJoin("the loss has no gradient")
-        root, gradient = self._roots.find(loss, step.shares[part.index])
-        run_backward(root, gradient, retain_graph=False)
-        return loss.detach(), metrics
+        return loss, metrics
 
     def begin_trial(
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]

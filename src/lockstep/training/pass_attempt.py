@@ -229,8 +229,8 @@ def join_gradients(cuts: Sequence[Any]) -> torch.Tensor | None:
     return torch.cat(present) if present else None
 
 
-def run_from_roots(roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Run backward from outputs with their gradients."""
+def run_from_roots(roots: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Run backward from losses or outputs with their gradients; None for 1."""
     if len(roots) == 1:
         run_backward(*roots[0], retain_graph=False)
     else:

@@ -22,11 +22,11 @@ from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import StepContext
-from lockstep.model.loss_root import LossRoot, run_backward
+from lockstep.model.loss_root import LossRoot
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.grouped_passes import PassResults
 from lockstep.training.one_pass import SCHEDULE, OnePass, can_join
-from lockstep.training.pass_attempt import Attempt, cut_rows
+from lockstep.training.pass_attempt import Attempt, cut_rows, run_from_roots
 from lockstep.training.pass_plan import CannotJoin
 from lockstep.training.pass_trial import PassKind, Trial
 from lockstep.training.sample_loop import average
@@ -116,18 +116,15 @@ class ScriptPass:
             raise CannotJoin("the losses have no gradient, or are computed in autocast")
         cuts = cut_rows(losses, len(attempt.group))
         results = PassResults([], [])
+        roots = []
         for part, cut in zip(attempt.group, cuts, strict=True):
-            results.losses.append(self._run_mean(cut, attempt.step.shares[part.index]))
+            mean = cut.mean()
+            roots.append(self._roots.find(mean, attempt.step.shares[part.index]))
+            results.losses.append(mean.detach())
             results.metrics.append({})
+        run_from_roots(roots)
         self._passes.run_backward(attempt, [losses], [cuts])
         return results
-
-    def _run_mean(self, losses: torch.Tensor, share: float) -> torch.Tensor:
-        """Return the mean of the losses of a micro-batch, whose gradients are then known."""
-        mean = losses.mean()
-        root, gradient = self._roots.find(mean, share)
-        run_backward(root, gradient, retain_graph=False)
-        return mean.detach()
 
     def end(self, logged: Mapping[str, torch.Tensor]) -> None:
         """End the pass, also after an error of the script.

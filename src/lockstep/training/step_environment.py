@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,6 +20,7 @@ from lockstep.messages import log
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.static_shapes import StaticShapes
 from lockstep.model.watched_calls import ShardedModel
+from lockstep.portable.variables import find_bfloat16_instructions, read_portable_request
 
 __all__ = ["CollectiveCallCheck", "GatheredParameters", "KernelSettings", "PortabilityNotes"]
 
@@ -50,19 +52,34 @@ class KernelSettings(StepHook):
 class PortabilityNotes(StepHook):
     """The hook that says which operators compute other bits on another processor.
 
+    By default, it also says which are slower because they do not.
+
     Args:
         record: The function that writes a line of the record.
     """
 
     def __init__(self, record: Callable[..., None]) -> None:
-        self._take = load_native().take_unportable
+        native = load_native()
+        self._take = native.take_unportable
+        self._take_bfloat16 = native.take_bfloat16
         self._take()  # what was computed before is no part of the training
+        self._take_bfloat16()
+        is_default = read_portable_request(os.environ) is None
+        self._slower = find_bfloat16_instructions() if is_default else ""
         self._new = set[str]()
         self._said = set[str]()
         self._record = record
 
     def report(self, committed: CommittedStep) -> None:
         """Say which operators of the step are not portable, each of them once."""
+        if self._slower and self._take_bfloat16():
+            if committed.step.parallel.rank == 0:
+                log(
+                    "products in bfloat16 do not use this processor's instructions for them "
+                    f"({self._slower}), whose bits are its own: lockstep.init(portable=False) is "
+                    "faster"
+                )
+            self._slower = ""
         self._new.update(self._take())
         if "torch._inductor.graph" in sys.modules:  # which generates code for this processor
             self._new.add("torch.compile")

@@ -19,10 +19,13 @@
 #include <ATen/ops/amax.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -35,7 +38,8 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kQueries = 128, kCausalQueries = 64;  // of a block
+constexpr int64_t kQueries = 128, kCausalQueries = 64;  // of a block, at most
+constexpr int64_t kFewQueries = 16;                     // of a block, at least
 constexpr int64_t kVector = 16;                         // numbers, in whole vectors
 constexpr int64_t kScores = 1 << 17;                    // that are computed at once
 constexpr double kHidden = -std::numeric_limits<double>::infinity();
@@ -54,7 +58,8 @@ struct Attention {
 
   // Of a block, at most.
   int64_t block_queries() const {
-    return std::min(queries(), is_causal ? kCausalQueries : kQueries);
+    const int64_t fitting = std::max(kScores / keys(), kFewQueries);
+    return std::min({queries(), fitting, is_causal ? kCausalQueries : kQueries});
   }
   int64_t block_heads() const {
     return std::clamp<int64_t>(kScores / (block_queries() * keys()), 1, heads());
@@ -120,11 +125,12 @@ Tensor find_scores(const Attention& inputs, const QueryBlock& block) {
   return scores;
 }
 
-// The weights of a block, a row of which torch's kernel computes by itself.
-Tensor find_weights(const Attention& inputs, const Tensor& scores) {
+// The weights of a block, a row of which torch's kernel computes by itself. `largest` is the
+// largest score of each query.
+Tensor find_weights(const Tensor& scores, const Tensor& largest) {
   Tensor weights = at::_softmax(scores, 2, false);
-  // A query that sees nothing has no weights, as with torch.
-  if (inputs.mask) weights.masked_fill_(at::amax(scores, {2}, true) == kHidden, 0);
+  const Tensor is_blind = largest == kHidden;  // the query sees nothing, and has no weights
+  if (is_blind.any().item<bool>()) weights.masked_fill_(is_blind, 0);
   return weights;
 }
 
@@ -163,22 +169,22 @@ std::optional<Attention> find_inputs(const Tensor& query, const Tensor& key, con
   return inputs;
 }
 
-// Returns a tensor as torch's kernel returns it, with the heads of a token side by side.
+// Returns a tensor with the heads of a token side by side, as torch's kernel returns gradients.
 Tensor make_with_heads_inside(const Tensor& like, int64_t size) {
   return at::empty({like.size(0), like.size(2), like.size(1), size}, like.options())
       .transpose(1, 2);
 }
 
-// Returns a tensor in which the results of blocks are written.
-Tensor make_result(const Attention& inputs, const Tensor& like, int64_t size) {
-  if (!inputs.needs_contiguous()) return make_with_heads_inside(like, size);
-  return at::empty({like.size(0), like.size(1), like.size(2), size}, like.options());
+// Returns a tensor in which the results of blocks are written instead of `result`.
+Tensor make_place(const Attention& inputs, const Tensor& result) {
+  return inputs.needs_contiguous() && !result.is_contiguous()
+             ? at::empty(result.sizes(), result.options())
+             : result;
 }
 
-// Returns what torch's kernel returns, with the heads of a token side by side.
-Tensor finish_result(const Attention& inputs, const Tensor& result) {
-  if (!inputs.needs_contiguous()) return result;
-  return make_with_heads_inside(result, result.size(3)).copy_(result);
+// Returns a result with what was written.
+Tensor finish(const Tensor& result, const Tensor& place) {
+  return result.is_same(place) ? result : result.copy_(place);
 }
 
 std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -188,14 +194,15 @@ std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& key, const 
   if (!inputs)
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout,
                                                                 is_causal, mask, scale);
-  const Tensor output = make_result(*inputs, inputs->query, inputs->query.size(3));
-  const Tensor sums = make_result(*inputs, inputs->query, 1);
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const Tensor output = at::empty_like(query), of_output = make_place(*inputs, output);
+  const Tensor sums = make_with_heads_inside(query, 1), of_sums = make_place(*inputs, sums);
   for_each_block(*inputs, [&](const QueryBlock& block) {
     const Tensor scores = find_scores(*inputs, block);
-    const Tensor weights = find_weights(*inputs, scores);
-    Tensor place = block.take_queries(output);
-    at::bmm_out(place, weights, block.take_keys(inputs->value));
     const Tensor largest = at::amax(scores, {2}, true);
+    const Tensor weights = find_weights(scores, largest);
+    Tensor place = block.take_queries(of_output);
+    at::bmm_out(place, weights, block.take_keys(inputs->value));
     // The largest weight is 1 / sum. Of whole vectors, so that no logarithm depends on its place.
     const int64_t count = largest.numel();
     const Tensor logarithms =
@@ -204,10 +211,10 @@ std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& key, const 
     at::amax_out(peaks, weights, {2}, true);
     logarithms.log_();
     Tensor found = largest - peaks;
-    if (inputs->mask) found.masked_fill_(largest == kHidden, 0);
-    block.take_queries(sums).copy_(found);
+    found.masked_fill_(largest == kHidden, 0);
+    block.take_queries(of_sums).copy_(found);
   });
-  return {finish_result(*inputs, output), finish_result(*inputs, sums).squeeze(3)};
+  return {finish(output, of_output), finish(sums, of_sums).squeeze(3)};
 }
 
 // Adds to the gradients of the keys or values what the queries of a block contribute.
@@ -230,13 +237,18 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& gradient, const
   if (!inputs || gradient.scalar_type() != query.scalar_type())
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, sums, dropout, is_causal, mask, scale);
-  const int64_t size = query.size(3);
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const Tensor of_output = inputs->needs_contiguous() ? gradient.contiguous() : gradient;
-  const Tensor of_query = make_result(*inputs, query, size);
-  const Tensor of_key = make_result(*inputs, key, size).zero_();
-  const Tensor of_value = make_result(*inputs, value, size).zero_();
+  std::array<Tensor, 3> results, places;  // the gradients of query, key and value
+  const std::array<Tensor, 3> inputs_of{query, key, value};
+  for (size_t i = 0; i < results.size(); ++i) {
+    results[i] = make_with_heads_inside(inputs_of[i], query.size(3));
+    places[i] = make_place(*inputs, results[i]).zero_();
+  }
+  const auto& [of_query, of_key, of_value] = places;
   for_each_block(*inputs, [&](const QueryBlock& block) {
-    const Tensor weights = find_weights(*inputs, find_scores(*inputs, block));
+    const Tensor scores = find_scores(*inputs, block);
+    const Tensor weights = find_weights(scores, at::amax(scores, {2}, true));
     const Tensor of_block = block.take_queries(of_output);
     add_product(*inputs, block, weights, of_block, of_value);
     const Tensor of_weights = at::bmm(of_block, block.take_keys(inputs->value).transpose(1, 2));
@@ -246,8 +258,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& gradient, const
     at::bmm_out(place, of_scores, block.take_keys(inputs->key));
     add_product(*inputs, block, of_scores, block.take_queries(inputs->query), of_key);
   });
-  return {finish_result(*inputs, of_query), finish_result(*inputs, of_key),
-          finish_result(*inputs, of_value)};
+  return {finish(results[0], of_query), finish(results[1], of_key), finish(results[2], of_value)};
 }
 
 }  // namespace

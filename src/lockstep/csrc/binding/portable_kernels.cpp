@@ -5,6 +5,7 @@
 #include <ATen/TensorIterator.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <mutex>
 #include <numeric>
 #include <set>
@@ -50,6 +51,12 @@ std::vector<std::string> take_unportable() {
   noted.clear();
   return names;
 }
+
+static std::atomic<bool> multiplied_bfloat16 = false;
+
+void note_bfloat16() { multiplied_bfloat16.store(true, std::memory_order_relaxed); }
+
+bool take_bfloat16() { return multiplied_bfloat16.exchange(false, std::memory_order_relaxed); }
 
 // torch warns of every operator whose kernel is replaced.
 struct IgnoreWarnings : c10::WarningHandler {

@@ -52,6 +52,10 @@ class OneThread {
 void note_unportable(const std::string& name);
 // Returns what was noted since the last call, in alphabetical order.
 std::vector<std::string> take_unportable();
+// Notes that matrices in bfloat16 were multiplied, for which a processor may have instructions that
+// compute other bits. Returns whether they were since the last call.
+void note_bfloat16();
+bool take_bfloat16();
 
 // Returns the sum along the tree of a b for each of some segments of k, of equal length; undefined
 // for types and layouts that are not covered.

@@ -152,6 +152,7 @@ static bool try_multiply(const at::Tensor* c, const at::Tensor& a, const at::Ten
     needs_copy =
         a.is_alias_of(result) || b.is_alias_of(result) || (c && !is_c && c->is_alias_of(result));
   }
+  if (type == at::kBFloat16) note_bfloat16();
   const at::Tensor written =
       result.defined() && !needs_copy ? result : at::detail::empty_cpu(sizes, a.options());
   const bool adds = c && beta.toDouble() != 0;

@@ -115,7 +115,9 @@ at::Tensor try_product(const c10::IValue* arguments, int64_t segments) {
 at::Tensor try_sum(const c10::IValue* arguments, int64_t segments) {
   const at::Tensor& rows = arguments[0].toTensor();
   const int64_t each = rows.size(0) / segments;
-  const bool is_aligned = each * rows.stride(0) * rows.element_size() % kAlignment == 0;
+  const auto address = reinterpret_cast<uintptr_t>(rows.const_data_ptr());
+  const int64_t bytes = each * rows.stride(0) * rows.element_size();
+  const bool is_aligned = address % kAlignment == 0 && bytes % int64_t{kAlignment} == 0;
   if (!arguments[1].isIntList() || arguments[1].toIntVector() != std::vector<int64_t>{0} ||
       !arguments[3].isNone() || !rows.is_contiguous() || !is_aligned)
     return {};
