@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.float64)
 def functions():
     use_portable_products()
     yield
-    use_portable_products()
+    use_portable_products(keeps_lstm=True)
 
 
 def inputs(dtype, *shape):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension i
 def portable() -> Iterator[None]:
     use_portable_products()
     yield
-    use_portable_products()
+    use_portable_products(keeps_lstm=True)
 
 
 class Names(TorchDispatchMode):

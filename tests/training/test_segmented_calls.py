@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension i
 @pytest.fixture(autouse=True)
 def restore() -> Iterator[None]:
     threads = torch.get_num_threads()
-    use_portable_products()
+    use_portable_products(keeps_lstm=True)  # as every test of this process
     yield
     torch.set_num_threads(threads)
 
