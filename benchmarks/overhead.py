@@ -177,17 +177,12 @@ def contenders(ranks):
     own = {"trainer.step": lockstep, "manual_step": manual, "exact.batches": nested}
     own |= {"exact.microbatches": flat}
     if ranks > 1:
-        whole = partial(_ignore_microbatches, distributed, ranks)
         name = "DistributedDataParallel"
-        return {name: distributed, f"{name}, one pass": whole} | own
+        return {name: distributed, f"{name}, one pass": lambda _: distributed(ranks)} | own
     peers = {"lightning_fabric": ("Fabric", fabric), "accelerate": ("Accelerate", accelerate)}
     found = [pair for name, pair in peers.items() if importlib.util.find_spec(name)]
-    whole = partial(_ignore_microbatches, plain, 1)
-    return {"plain PyTorch": plain, "plain PyTorch, one pass": whole} | own | dict(found)
-
-
-def _ignore_microbatches(make, parts, microbatches):
-    return make(parts)
+    whole = {"plain PyTorch, one pass": lambda _: plain(1)}
+    return {"plain PyTorch": plain} | whole | own | dict(found)
 
 
 def measure(ranks, microbatches, rounds, names):

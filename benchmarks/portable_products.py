@@ -20,7 +20,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROUNDS, LEAST = 15, 0.02  # rounds; seconds of a measurement, which repeats shorter calls
 SETTINGS = ("default", "compatible", "portable")
@@ -92,7 +91,9 @@ def build_product(text: str) -> Callable[[], object]:
     return partial(torch.matmul, *operands)
 
 
-def build_attention(samples: int, heads: int, tokens: int, size: int, *, is_causal: bool) -> Any:
+def build_attention(
+    samples: int, heads: int, tokens: int, size: int, *, is_causal: bool
+) -> Callable[[], object]:
     """Return a call that computes the forward and backward pass of an attention."""
     import torch
 

@@ -88,21 +88,23 @@ def find_problem() -> str:
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"this is {platform.machine()}"
     flags = _read_flags()
-    missing = [name for name in ("avx2", "fma") if flags and name not in flags]
+    if flags is None:
+        return ""
+    missing = [name for name in ("avx2", "fma") if name not in flags]
     return f"it has no {' and no '.join(missing)}" if missing else ""
 
 
 def find_bfloat16_instructions() -> str:
     """Return which instructions of this processor multiply in bfloat16; "" if it has none."""
-    flags = _read_flags()
+    flags = _read_flags() or frozenset()
     return " and ".join(name for name in ("amx_bf16", "avx512_bf16") if name in flags)
 
 
 @functools.cache
-def _read_flags() -> frozenset[str]:
-    """Return the names of the instructions that the processor has; none on other systems."""
+def _read_flags() -> frozenset[str] | None:
+    """Return the names of the instructions that the processor has; None if Linux does not say."""
     try:
         processor = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
-    except OSError:
-        return frozenset()
+    except OSError:  # another system
+        return None
     return frozenset(processor.split())

@@ -107,7 +107,7 @@ class KnownPasses:
         """Return whether a trial of a kind has ended."""
         return kind in self._joined
 
-    def set(self, kind: PassKind, joined: JoinedPass | None) -> None:
+    def keep(self, kind: PassKind, joined: JoinedPass | None) -> None:
         """Keep what a trial has found; None: the micro-batches are computed one by one."""
         self._joined[kind] = joined
 
@@ -267,7 +267,7 @@ class Trial:
             self._discard()
         if joined is None and not known.fits(self._kind):
             return  # fewer micro-batches are tried in the next step
-        known.set(self._kind, joined)
+        known.keep(self._kind, joined)
 
     def _plan(self) -> Generator[Attempt, None, JoinedPass | None]:
         """Record the passes over one micro-batch and over all; None if they keep too much."""

@@ -243,9 +243,13 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& gradient, const
   const std::array<Tensor, 3> inputs_of{query, key, value};
   for (size_t i = 0; i < results.size(); ++i) {
     results[i] = make_with_heads_inside(inputs_of[i], query.size(3));
-    places[i] = make_place(*inputs, results[i]).zero_();
+    places[i] = make_place(*inputs, results[i]);
   }
   const auto& [of_query, of_key, of_value] = places;
+  if (is_causal) {  // otherwise the first block of queries writes all of them
+    of_key.zero_();
+    of_value.zero_();
+  }
   for_each_block(*inputs, [&](const QueryBlock& block) {
     const Tensor scores = find_scores(*inputs, block);
     const Tensor weights = find_weights(scores, at::amax(scores, {2}, true));

@@ -53,14 +53,11 @@ struct Batch {
   double beta, alpha;
 };
 
-struct Blocks {
-  int64_t rows, columns;  // their numbers
-  int64_t height, width;
-};
-
-// Divides a matrix among threads.
-static Blocks divide(int64_t products, int64_t m, int64_t n, int64_t k, int64_t largest_height,
-                     int64_t largest_width) {
+// Divides the results of some products of m x n x k among threads, and calls
+// body(number of the product, row, rows, column, columns) for each block.
+template <typename Body>
+static void for_each_block(int64_t products, int64_t m, int64_t n, int64_t k,
+                           int64_t largest_height, int64_t largest_width, const Body& body) {
   int64_t rows = (m + largest_height - 1) / largest_height,
           columns = (n + largest_width - 1) / largest_width;
   const int64_t threads =
@@ -70,33 +67,33 @@ static Blocks divide(int64_t products, int64_t m, int64_t n, int64_t k, int64_t 
     if (std::max(height, width) < 2 * kLeastBlock) break;
     ++(height > width ? rows : columns);
   }
-  return {rows, columns, (m + rows - 1) / rows, (n + columns - 1) / columns};
+  const int64_t height = (m + rows - 1) / rows, width = (n + columns - 1) / columns;
+  const int64_t grain = std::max<int64_t>(1, kParallelWork / (height * width * k));
+  run_parallel(products * rows * columns, grain, [&](int64_t task) {
+    const int64_t number = task / (rows * columns), row = task / columns % rows * height,
+                  column = task % columns * width;
+    if (row >= m || column >= n) return;
+    body(number, row, std::min(height, m - row), column, std::min(width, n - column));
+  });
 }
 
 static void multiply(const Batch& batch) {
-  const auto& [type, products, m, n, k, a, b, c, result, beta, alpha] = batch;
-  const auto [rows, columns, height, width] = divide(products, m, n, k, kBlockRows, kBlockColumns);
-  const int64_t grain = std::max<int64_t>(1, kParallelWork / (height * width * k));
-  run_parallel(products * rows * columns, grain,
-               [&, m = m, n = n, rows = rows, columns = columns, height = height,
-                width = width](int64_t task) {
-                 const int64_t number = task / (rows * columns),
-                               row = task / columns % rows * height,
-                               column = task % columns * width;
-                 if (row >= m || column >= n) return;
-                 const Product product{data_type_of(batch.type),
-                                       batch.m,
-                                       batch.n,
-                                       batch.k,
-                                       batch.a[number],
-                                       batch.b[number],
-                                       batch.c[number],
-                                       batch.result[number],
-                                       batch.alpha,
-                                       batch.beta};
-                 portable_gemm().multiply(take_block(product, row, std::min(height, m - row),
-                                                     column, std::min(width, n - column)));
-               });
+  const auto multiply_block = [&batch](int64_t number, int64_t row, int64_t rows, int64_t column,
+                                       int64_t columns) {
+    const Product product{data_type_of(batch.type),
+                          batch.m,
+                          batch.n,
+                          batch.k,
+                          batch.a[number],
+                          batch.b[number],
+                          batch.c[number],
+                          batch.result[number],
+                          batch.alpha,
+                          batch.beta};
+    portable_gemm().multiply(take_block(product, row, rows, column, columns));
+  };
+  for_each_block(batch.products, batch.m, batch.n, batch.k, kBlockRows, kBlockColumns,
+                 multiply_block);
 }
 
 static bool is_covered(const at::Tensor& tensor, at::ScalarType type) {
@@ -233,20 +230,14 @@ at::Tensor try_multiply_segments(const at::Tensor& a, const at::Tensor& b, int64
                         Operands(result, result.sizes(), false)[0],
                         1,
                         0};
-  const Blocks blocks = divide(1, product.m, product.n, product.k, kSummedRows, kSummedColumns);
-  const int64_t grain =
-      std::max<int64_t>(1, kParallelWork / (blocks.height * blocks.width * product.k));
-  run_parallel(blocks.rows * blocks.columns, grain, [&](int64_t task) {
-    const int64_t row = task / blocks.columns * blocks.height,
-                  column = task % blocks.columns * blocks.width;
-    if (row >= product.m || column >= product.n) return;
-    const Product block = take_block(product, row, std::min(blocks.height, product.m - row), column,
-                                     std::min(blocks.width, product.n - column));
-    if (type == at::kFloat)
-      sum_block<float>(block, segments);
-    else
-      sum_block<double>(block, segments);
-  });
+  for_each_block(1, product.m, product.n, product.k, kSummedRows, kSummedColumns,
+                 [&](int64_t, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+                   const Product block = take_block(product, row, rows, column, columns);
+                   if (type == at::kFloat)
+                     sum_block<float>(block, segments);
+                   else
+                     sum_block<double>(block, segments);
+                 });
   return result;
 }
 
