@@ -48,9 +48,13 @@ ATTENTION = {
     "attention, 128 tokens": (8, 8, 128, 64),
     "causal attention, 1024 tokens": (2, 8, 1024, 64),
 }
+LSTM = {
+    "LSTM, 4 sequences": (4, 50, 32, 128),
+    "LSTM, 32 sequences": (32, 50, 32, 128),
+}
 VECTORS = ["exp", "log", "tanh", "erf", "sigmoid"]
 STEPS = ["25m", "transformer", "resnet18"]
-CASES = [*PRODUCTS, *ATTENTION, *VECTORS, *STEPS]
+CASES = [*PRODUCTS, *ATTENTION, *LSTM, *VECTORS, *STEPS]
 
 
 PAGE = """# The price of portable bits
@@ -66,8 +70,9 @@ than the default.
 
 Products are named by their sizes, or by their place in a training: a linear layer of 2048 x 2048
 and its gradients for 32 samples, a classifier of 512 features for 128 samples, 64 heads of
-attention. Attention is a forward and backward pass of `scaled_dot_product_attention`. `exp` to
-`sigmoid` are functions of 2^20 numbers, which portable mode leaves to torch.
+attention. Attention is a forward and backward pass of `scaled_dot_product_attention`, an LSTM one
+of two layers of 128 features for sequences of 50 steps. `exp` to `sigmoid` are functions of 2^20
+numbers, which portable mode leaves to torch.
 The last three rows are the forward and backward pass of 32 samples: linear layers with 25 million
 parameters, a transformer with 2.7 million, and ResNet-18 with images of 64 x 64.
 
@@ -111,6 +116,22 @@ def build_attention(
     return attend
 
 
+def build_lstm(samples: int, steps: int, size: int, hidden: int) -> Callable[[], object]:
+    """Return a call that computes the forward and backward pass of an LSTM with two layers."""
+    import torch
+
+    model = torch.nn.LSTM(size, hidden, 2, batch_first=True)
+    inputs = torch.randn(samples, steps, size, requires_grad=True)
+    gradient = torch.randn(samples, steps, hidden)
+
+    def step() -> None:
+        model.zero_grad()
+        inputs.grad = None
+        model(inputs)[0].backward(gradient)
+
+    return step
+
+
 def build_step(name: str) -> Callable[[], object]:
     """Return a call that computes the forward and backward pass of a model."""
     import torch
@@ -141,6 +162,8 @@ def build(case: str) -> Callable[[], object]:
         return build_product(PRODUCTS[case])
     if case in ATTENTION:
         return build_attention(*ATTENTION[case], is_causal="causal" in case)
+    if case in LSTM:
+        return build_lstm(*LSTM[case])
     if case in STEPS:
         return build_step(case)
     return partial(getattr(torch, case), torch.rand(1 << 20) + 0.5)

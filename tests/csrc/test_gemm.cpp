@@ -69,11 +69,12 @@ TEST(products_are_chains_of_fused_multiply_adds) {
 }
 
 TEST(a_product_continues_the_sums_of_another) {
-  constexpr int64_t kHalf = 11, n = 45;
-  for (const int64_t m : {1, 3})
-    for (const bool by_column : {false, true}) {
-      Matrix<double> a(m, 2 * kHalf, false, 1), b(2 * kHalf, n, by_column, 2),
-          whole(m, n, false, 3), sums(m, n, false, 4);
+  constexpr int64_t kHalf = 11;
+  const int64_t sizes[][2] = {{1, 45}, {3, 45}, {20, 4}, {9, 33}};
+  for (const auto& [m, n] : sizes)
+    for (int layouts = 0; layouts < 4; ++layouts) {
+      Matrix<double> a(m, 2 * kHalf, false, 1), b(2 * kHalf, n, layouts & 1, 2),
+          whole(m, n, layouts & 2, 3), sums(m, n, layouts & 2, 4);
       Product product{DataType::f64,   m, n, 2 * kHalf, a.operand(), b.operand(), {nullptr, 0, 0},
                       whole.operand(), 1, 0};
       gemm().multiply(product);

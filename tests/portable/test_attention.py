@@ -23,7 +23,7 @@ ATTEND_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cp
 @pytest.fixture(autouse=True)
 def restore() -> Iterator[None]:
     threads = torch.get_num_threads()
-    use_portable_products(keeps_lstm=True)  # as every test of this process
+    use_portable_products()  # as every test of this process
     yield
     torch.set_num_threads(threads)
 

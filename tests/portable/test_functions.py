@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.float64)
 def functions():
     use_portable_products()
     yield
-    use_portable_products(keeps_lstm=True)
+    use_portable_products()
 
 
 def inputs(dtype, *shape):

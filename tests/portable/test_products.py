@@ -53,7 +53,7 @@ def restore() -> Iterator[None]:
     threads = torch.get_num_threads()
     native_module.load_native().use_portable_kernels(True)
     yield
-    use_portable_products(keeps_lstm=True)
+    use_portable_products()
     torch.set_num_threads(threads)
 
 

@@ -27,7 +27,7 @@ def portable() -> Iterator[None]:
     threads = torch.get_num_threads()
     use_portable_products()
     yield
-    use_portable_products(keeps_lstm=True)
+    use_portable_products()
     torch.set_num_threads(threads)
 
 

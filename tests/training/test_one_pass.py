@@ -46,6 +46,24 @@ def on_images(*layers, outputs):
     return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *layers, nn.Flatten(), nn.Linear(outputs, 16))
 
 
+class Reversed(nn.LSTM):
+    """The second direction of an LSTM, with time first."""
+
+    def __init__(self, size, hidden):
+        super().__init__(size, hidden // 2, bias=False, bidirectional=True)
+
+    def forward(self, rows):
+        return super().forward(rows.transpose(0, 1))[0].transpose(0, 1)
+
+
+class Twice(nn.LSTM):
+    """An LSTM whose second call begins with the states of the first."""
+
+    def forward(self, rows):
+        outputs, states = super().forward(rows)
+        return super().forward(outputs, states)[0]
+
+
 def on_sequences(layer):
     def forward(model, x):
         rows = model.part(x.view(len(x), 4, 16) + model.position)
@@ -225,6 +243,14 @@ DRAWING = {
         lambda model, x: x + torch.rand(x.shape, out=torch.empty_like(x))
     ),
     "paths that are dropped": lambda: on_features(drop_paths),
+}
+JOINED |= {
+    "an LSTM": lambda: on_sequences(nn.LSTM(16, 16, batch_first=True)),
+    "an LSTM of several layers": lambda: on_sequences(
+        nn.LSTM(16, 8, 3, batch_first=True, bidirectional=True, dropout=0.3)
+    ),
+    "an LSTM in reverse without biases": lambda: on_sequences(Reversed(16, 16)),
+    "an LSTM that is called twice": lambda: on_sequences(Twice(16, 16, batch_first=True)),
 }
 JOINED |= SHARED | TIME_FIRST | DRAWING
 
@@ -420,9 +446,9 @@ SEPARATE = {
         "",
     ),
     "an attribute": (lambda: on_features(count), "forward changes"),
-    "an LSTM": (
-        lambda: on_sequences(nn.LSTM(16, 16, batch_first=True)),
-        "aten::lstm may round elements differently",
+    "a GRU": (
+        lambda: on_sequences(nn.GRU(16, 16, batch_first=True)),
+        "aten::gru may round elements differently",
     ),
     "a softmax over halves": (
         lambda: on_features(lambda model, x: x.view(2, -1, 64).softmax(0).view(-1, 64)),

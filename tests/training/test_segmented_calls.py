@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension i
 @pytest.fixture(autouse=True)
 def restore() -> Iterator[None]:
     threads = torch.get_num_threads()
-    use_portable_products(keeps_lstm=True)  # as every test of this process
+    use_portable_products()  # as every test of this process
     yield
     torch.set_num_threads(threads)
 
@@ -101,6 +101,105 @@ def test_products_of_segments_are_one_call(dtype: torch.dtype, count: int) -> No
         calls.run(lambda: torch.mm(a, b))
     called = [event for event in profile.function_events if event.name == "aten::mm"]
     assert len(called) == count  # the one that is seen, and one for each segment
+
+
+class Layer:
+    """An LSTM layer, and its backward pass for the samples of a part."""
+
+    results = (1, -1, -1, -1, -1, 0, 0)
+    """The dimension of the samples in what the backward pass returns; -1: is added."""
+
+    def __init__(self, steps: int, samples: int, size: int, hidden: int) -> None:
+        self.rows = torch.randn(steps, samples, size)
+        self.weights = [torch.randn(4 * hidden, one) for one in (size, hidden)]
+        self.biases = [*torch.randn(2, 4 * hidden)]
+        self.states = [*torch.randn(2, samples, hidden)]
+        self.of_output = torch.randn(steps, samples, hidden)
+        self.is_reverse = False
+        self.has_biases = True
+
+    def compute(self, part: slice = slice(None)) -> Callable[[], Any]:
+        """Compute the layer, and return its backward pass."""
+        own = [
+            self.rows[:, part].contiguous(),
+            *self.weights,
+            *self.biases,
+            *(one[part].contiguous() for one in self.states),
+        ]
+        options = 2, self.states[0].shape[1], 1, self.has_biases
+        results = torch.ops.aten.mkldnn_rnn_layer(
+            *own, self.is_reverse, [], *options, False, False, True
+        )
+        given = [self.of_output[:, part].contiguous(), None, own[-1]]
+        return lambda: torch.ops.aten.mkldnn_rnn_layer_backward(
+            *own,
+            *results[:3],
+            *given,
+            self.is_reverse,
+            *options,
+            True,
+            False,
+            [],
+            False,
+            results[3],
+        )
+
+    def compute_segments(self, segments: int) -> Any:
+        """Return what is computed for all segments together."""
+        backward = self.compute()
+        native = load_native()
+        recorded = native.RecordedCalls(restores=True, keeps=False, first=None)
+        recorded.run(backward)
+        (call,) = recorded.calls
+        cut = [(0, 1), (5, 0), (6, 0), (7, 1), (8, 0), (9, 0), (10, 1), (11, 0), (12, 1)]
+        rule = native.SegmentRule(cut, [*self.results], [], draws=False, turns=1, keeps_parts=False)
+        calls = native.SegmentedCalls([(call[0], call[1], rule, call[-1])], segments)
+        with torch.no_grad():
+            found = calls.run(backward)
+        assert not calls.find_difference()
+        return found
+
+
+@given(
+    segments=st.integers(1, 5),
+    samples=st.integers(1, 4),
+    steps=st.integers(1, 6),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    is_reverse=st.booleans(),
+    has_biases=st.booleans(),
+    threads=st.integers(1, 4),
+)
+def test_lstm_layers_of_segments_have_the_bits_of_separate_ones(
+    segments: int,
+    samples: int,
+    steps: int,
+    sizes: tuple[int, int],
+    is_reverse: bool,
+    has_biases: bool,
+    threads: int,
+) -> None:
+    torch.set_num_threads(threads)
+    layer = Layer(steps, segments * samples, *sizes)
+    layer.is_reverse = is_reverse
+    layer.has_biases = has_biases
+    found = layer.compute_segments(segments)
+    torch.set_num_threads(1)
+    alone = [layer.compute(slice(n * samples, (n + 1) * samples))() for n in range(segments)]
+    for one, dimension, *parts in zip(found, layer.results, *alone, strict=True):
+        if dimension >= 0:
+            expected = torch.cat(parts, dimension)
+        else:
+            stacked = torch.stack(parts)
+            expected = add_segments(lambda part, of=stacked: of[part][0], segments, segments)
+        assert all(have_same_bits([(one.contiguous(), expected)]))
+
+
+def test_lstm_layers_of_segments_are_one_call() -> None:
+    layer = Layer(3, 32, 5, 7)
+    with torch.autograd.profiler.profile() as profile:
+        layer.compute_segments(16)
+    called = [event.name for event in profile.function_events]
+    assert called.count("aten::mkldnn_rnn_layer_backward") < 16
 
 
 def test_products_that_need_gradients_are_called_for_each_segment() -> None:

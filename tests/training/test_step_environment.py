@@ -33,7 +33,7 @@ MODELS = {
     "plain": (lambda layer, x: layer(x), []),
     "LAPACK": (lambda layer, x: x @ torch.linalg.qr(layer.weight).Q, ["linalg_qr"]),
     "FFT": (lambda layer, x: torch.fft.rfft(layer(x)).abs(), ["_fft_r2c"]),
-    "LSTM": (nn.LSTM(8, 8), ["lstm"]),
+    "LSTM": (nn.LSTM(8, 8), []),
     "bfloat16": (lambda layer, x: (x.bfloat16() @ layer.weight.bfloat16()).float(), []),
     "complex": (
         lambda layer, x: (layer(x) * (1 + 1j) @ torch.eye(8, dtype=torch.complex64)).real,
@@ -96,11 +96,6 @@ def test_bfloat16_that_is_slower_is_said_once_by_default(ranks, tmp_path, model,
 
     ((_, said),) = ranks(train, 1, portable=portable)
     assert said.count("do not use this processor's instructions for them (amx_bf16)") == count
-
-
-def test_an_lstm_is_portable_if_it_is_asked_for(ranks, tmp_path):
-    ((lines, _),) = ranks(lambda: lines_of("LSTM", tmp_path), 1, portable=True)
-    assert lines == []
 
 
 def test_an_lstm_does_not_depend_on_the_threads(ranks):

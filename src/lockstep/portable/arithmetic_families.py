@@ -83,6 +83,41 @@ def _attend(dtype: torch.dtype) -> ComputedTensors:
         )
 
 
+def _recur(dtype: torch.dtype) -> ComputedTensors:
+    if dtype is not torch.float32 or not torch.backends.mkldnn.is_available():
+        return  # composed of the operators of other families
+    steps, rows, size, hidden = 5, 3, 7, 19
+    x = make_values(steps, rows, size)
+    weights = [make_values(4 * hidden, n, seed=n) for n in (size, hidden)]
+    biases = [make_values(4 * hidden, seed=n) for n in (2, 4)]
+    states = [make_values(rows, hidden, seed=n) for n in (3, 5)]
+    gradient = make_values(steps, rows, hidden, seed=9)
+    for is_reverse in (False, True):
+        given = (x, *weights, *biases, *states)
+        with torch.enable_grad():  # of tensors without gradients: it keeps what backward reads
+            y, *others, kept = aten.mkldnn_rnn_layer(
+                *given, is_reverse, [], 2, hidden, 1, True, False, False, True
+            )
+        yield y
+        yield from aten.mkldnn_rnn_layer_backward(
+            *given,
+            y,
+            *others,
+            gradient,
+            *states,
+            is_reverse,
+            2,
+            hidden,
+            1,
+            True,
+            True,
+            False,
+            [],
+            False,
+            kept,
+        )
+
+
 def _normalize_exponentials(dtype: torch.dtype) -> ComputedTensors:
     x = make_values(16, 201, dtype=dtype)
     gradient = make_values(16, 201, seed=5, dtype=dtype)
@@ -184,6 +219,7 @@ FAMILIES: dict[str, Callable[[torch.dtype], ComputedTensors]] = {
     "matrix products": _multiply,
     "convolutions": _convolve,
     "attention": _attend,
+    "LSTM layers": _recur,
     "softmax": _normalize_exponentials,
     "elementwise functions": _apply_functions,
     "normalization": _normalize,

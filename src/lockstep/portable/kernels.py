@@ -7,8 +7,8 @@ bits depend on the processor nevertheless. The fingerprint of arithmetic shows w
 chosen other kernels before: it must be the constant of this version of torch.
 
     asked for     portable bits, or an error
-    by default    portable bits where they can be computed, except of LSTMs in float32; otherwise
-                  torch's own kernels, and a sentence says why
+    by default    portable bits where they can be computed; otherwise torch's own kernels, and a
+                  sentence says why
 
     python -m lockstep.portable.kernels      prints the constant that this machine computes
 """
@@ -47,8 +47,8 @@ __all__ = [
 
 CONSTANTS = {
     "2.13": "matrix products=a02e39c9, convolutions=eab86da6, attention=5378e641, "
-    "softmax=a669741a, elementwise functions=bfdf692e, normalization=f77ce43d, "
-    "reductions=7690fa89, random numbers=80839d00",
+    "LSTM layers=b805c724, softmax=a669741a, elementwise functions=bfdf692e, "
+    "normalization=f77ce43d, reductions=7690fa89, random numbers=80839d00",
 }
 """The fingerprint of portable arithmetic by the minor version of torch, without the families that
 do not depend on torch alone."""
@@ -114,8 +114,8 @@ def restore_kernels() -> None:
         _replace_kernels(False)
 
 
-def _replace_kernels(enabled: bool, *, keeps_lstm: bool = False) -> None:
-    use_portable_products(enabled, keeps_lstm=keeps_lstm)
+def _replace_kernels(enabled: bool) -> None:
+    use_portable_products(enabled)
     declare_portable(enabled)
 
 
@@ -147,7 +147,7 @@ def _choose(set_variable: Callable[[str, str], None], say: Callable[[str], None]
         set_variable(first, variables[first])
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         return f"{COMPUTED_BEFORE}: call it at the beginning of the script"
-    _replace_kernels(True, keeps_lstm=True)  # composed, it takes three times as long
+    _replace_kernels(True)
     for name in variables.keys() - {first}:
         set_variable(name, variables[name])
     families = _find_other_families(say)

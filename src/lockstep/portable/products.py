@@ -9,7 +9,7 @@ The native module replaces them by its own (`csrc/core/gemm.h`):
 | `convolution`, `convolution_backward`: 2D, not transposed, one group | float32, float64 |
 | the same in all forms: in float32, and rounded once | bfloat16, float16 |
 | `sqrt`, `asin`, `acos`, `atan`, `tan`, `pow(x, 0.5)` | float32, float64 |
-| `lstm`, of sequences that are not packed: without oneDNN | all; in float32 if it is asked for |
+| `lstm`, of sequences that are not packed | float32; without oneDNN in 16-bit types |
 | those whose bits depend on the number of threads: in pieces, or on one thread | all |
 
 `linear`, `matmul`, `einsum` and `conv2d` end in these operators; autograd and autocast are above
@@ -24,12 +24,11 @@ from lockstep.kernel.errors import UsageError
 __all__ = ["use_portable_products"]
 
 
-def use_portable_products(enabled: bool = True, *, keeps_lstm: bool = False) -> None:
+def use_portable_products(enabled: bool = True) -> None:
     """Replace torch's kernels in this process; a fork inherits them.
 
     Args:
         enabled: False restores the kernels of torch.
-        keeps_lstm: Whether oneDNN's LSTM in float32, whose bits are not portable, stays.
 
     Raises:
         UsageError: This process cannot load the native module.
@@ -40,4 +39,4 @@ def use_portable_products(enabled: bool = True, *, keeps_lstm: bool = False) -> 
             "portable mode needs the compiled backend for its matrix products, which is not "
             f"available: {reason}"
         )
-    load_native().use_portable_kernels(enabled, keeps_lstm=keeps_lstm)
+    load_native().use_portable_kernels(enabled)

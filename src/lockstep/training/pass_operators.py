@@ -28,8 +28,8 @@ VIEWS = frozenset(
 
 FACTORIES = frozenset(
     """
-    empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like
-    zeros_like
+    cudnn_is_acceptable empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros
+    ones_like zeros_like
     """.split()
 )
 """Operators whose results do not depend on the elements of a tensor."""
@@ -85,6 +85,7 @@ BY_ROW = """
     _fused_rms_norm _fused_rms_norm_backward group_norm layer_norm native_group_norm
     native_group_norm_backward native_layer_norm native_layer_norm_backward rms_norm
     cross_entropy_loss nll_loss nll_loss_nd nll_loss_forward nll_loss_backward
+    mkldnn_rnn_layer mkldnn_rnn_layer_backward
     _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_flash_attention_for_cpu_backward scaled_dot_product_attention _safe_softmax
 """

@@ -310,7 +310,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("heap_bytes", [] { return Heap::instance().used_bytes(); });
   module.def("kernels", [] { return std::string(kernels().name); });
   module.def("use_portable_kernels", &use_portable_kernels, py::arg("enabled"),
-             py::arg("kernels") = "", py::arg("keeps_lstm") = false);
+             py::arg("kernels") = "");
   module.def("take_unportable", &take_unportable);
   module.def("take_bfloat16", &take_bfloat16);
   module.def("set_activity_page", &set_activity_page, py::arg("address"));

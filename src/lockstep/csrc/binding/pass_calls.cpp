@@ -26,8 +26,8 @@ void end_begun() {
   c10::impl::tls_set_dispatch_key_included(kKey, false);
 }
 
-// Operators that draw, by calling others.
-const std::unordered_set<std::string> kDividedDraws = {
+// Operators that call others, which are seen instead: they draw, or add up samples.
+const std::unordered_set<std::string> kDivided = {
     "aten::alpha_dropout",
     "aten::alpha_dropout_",
     "aten::dropout",
@@ -36,6 +36,7 @@ const std::unordered_set<std::string> kDividedDraws = {
     "aten::feature_alpha_dropout_",
     "aten::feature_dropout",
     "aten::feature_dropout_",
+    "aten::lstm",
     "aten::rand",
     "aten::rand_like",
     "aten::randint",
@@ -47,17 +48,17 @@ const std::unordered_set<std::string> kDividedDraws = {
 };
 
 // Their overloads: every operator is looked up, and a handle is found sooner than a name.
-std::unordered_set<c10::OperatorHandle> find_divided_draws() {
+std::unordered_set<c10::OperatorHandle> find_divided() {
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
   std::unordered_set<c10::OperatorHandle> found;
   for (const c10::OperatorName& name : dispatcher.getAllOpNames())
-    if (kDividedDraws.contains(name.name))
+    if (kDivided.contains(name.name))
       if (const auto op = dispatcher.findSchema(name)) found.insert(*op);
   return found;
 }
 
 bool is_divided(const c10::OperatorHandle& op, const Stack& stack) {
-  static const std::unordered_set<c10::OperatorHandle> divided = find_divided_draws();
+  static const std::unordered_set<c10::OperatorHandle> divided = find_divided();
   if (!divided.contains(op)) return false;
   const c10::FunctionSchema& schema = op.schema();
   const std::optional<int> probability = schema.argumentIndexWithName("dropout_p");

@@ -63,7 +63,7 @@ struct IgnoreWarnings : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-void use_portable_kernels(bool enabled, const std::string& kernels, bool keeps_lstm) {
+void use_portable_kernels(bool enabled, const std::string& kernels) {
   static torch::Library* library = nullptr;  // never freed: threads may compute until the end
   static torch::Library* composite = nullptr;
   delete library;
@@ -83,7 +83,7 @@ void use_portable_kernels(bool enabled, const std::string& kernels, bool keeps_l
   register_threads(*library);
   composite = new torch::Library(torch::Library::IMPL, "aten",
                                  c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
-  register_recurrent(*composite, keeps_lstm);
+  register_recurrent(*library, *composite);
 }
 
 }  // namespace lockstep

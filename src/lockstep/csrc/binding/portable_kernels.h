@@ -3,7 +3,7 @@
 //
 // torch's call MKL or oneDNN, whose bits depend on the processor and on the number of threads.
 // Everything above a kernel stays: autograd, autocast, vmap, the composite operators (linear,
-// matmul, einsum, conv2d) that end in these. An LSTM is composed of them, too, instead of oneDNN's.
+// matmul, einsum, conv2d) that end in these.
 // Other operators whose bits depend on the number of threads are called with one, or in pieces.
 #pragma once
 
@@ -17,6 +17,9 @@
 namespace at {
 class Tensor;
 }
+namespace c10 {
+struct IValue;
+}
 namespace torch {
 class Library;
 }
@@ -24,9 +27,8 @@ class Library;
 namespace lockstep {
 
 // Replaces the kernels in this process, or restores torch's. `kernels` names a set of gemm.h; ""
-// is the fastest. `keeps_lstm`: oneDNN's LSTM in float32, which is faster and not portable, stays.
-// Not while another thread computes products.
-void use_portable_kernels(bool enabled, const std::string& kernels, bool keeps_lstm);
+// is the fastest. Not while another thread computes products.
+void use_portable_kernels(bool enabled, const std::string& kernels);
 
 // The set in use.
 const Gemm& portable_gemm();
@@ -62,13 +64,16 @@ bool take_bfloat16();
 //
 //     a (m, k) x b (k, n):    (a0 b0 + a1 b1) + (a2 b2 + a3 b3)
 at::Tensor try_multiply_segments(const at::Tensor& a, const at::Tensor& b, int64_t segments);
+// Returns what mkldnn_rnn_layer_backward returns for these arguments, with gradients of parameters
+// that are sums along the tree of those of segments of the batch; empty if this is not possible.
+std::vector<at::Tensor> try_lstm_segments(const c10::IValue* arguments, int64_t segments);
 
 void register_products(torch::Library& library);
 void register_convolutions(torch::Library& library);
 void register_attention(torch::Library& library);
 void register_functions(torch::Library& library);
 void register_threads(torch::Library& library);
-// Composite: above autograd.
-void register_recurrent(torch::Library& library, bool keeps_lstm);
+// `composite`: above autograd.
+void register_recurrent(torch::Library& library, torch::Library& composite);
 
 }  // namespace lockstep

@@ -152,7 +152,7 @@ struct OfMkl : WithOneThread<When::always> {
   using WithOneThread::WithOneThread;
   void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
     const std::string name = op.schema().name().substr(op.schema().name().find("::") + 2);
-    note_unportable(name.rfind("mkldnn_rnn", 0) == 0 ? "lstm" : name);
+    note_unportable(name);
     WithOneThread::operator()(op, keys, stack);
   }
 };
@@ -427,13 +427,13 @@ static const Names kOthers = {
     "vdot",
 };
 
-// LAPACK, FFT and oneDNN's LSTM divide sums among threads, if the library decides so.
+// LAPACK and FFT divide sums among threads, if the library decides so.
 static bool is_of_mkl(const std::string& name) {
   static const Names whole = {"cholesky_inverse", "cholesky", "geqrf", "ormqr", "triangular_solve"};
   static const Names others = {"linalg_vector_norm", "linalg_cross", "linalg__powsum"};
   if (whole.contains(name)) return true;
   if (others.contains(name)) return false;
-  for (const char* prefix : {"linalg_", "_linalg_", "_fft_", "_cholesky_", "mkldnn_rnn_layer"})
+  for (const char* prefix : {"linalg_", "_linalg_", "_fft_", "_cholesky_"})
     if (name.rfind(prefix, 0) == 0) return true;
   return false;
 }

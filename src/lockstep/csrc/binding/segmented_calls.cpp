@@ -107,12 +107,14 @@ at::Tensor add_entries(at::Tensor entries) {
 }
 
 // Computes the products of all micro-batches, whose terms are the rows, and their sum.
-at::Tensor try_product(const c10::IValue* arguments, int64_t segments) {
-  return try_multiply_segments(arguments[0].toTensor(), arguments[1].toTensor(), segments);
+std::vector<at::Tensor> try_product(const c10::IValue* arguments, int64_t segments) {
+  at::Tensor sum =
+      try_multiply_segments(arguments[0].toTensor(), arguments[1].toTensor(), segments);
+  return sum.defined() ? std::vector{std::move(sum)} : std::vector<at::Tensor>();
 }
 
 // Computes the sums of the rows of all micro-batches, and their sum.
-at::Tensor try_sum(const c10::IValue* arguments, int64_t segments) {
+std::vector<at::Tensor> try_sum(const c10::IValue* arguments, int64_t segments) {
   const at::Tensor& rows = arguments[0].toTensor();
   const int64_t each = rows.size(0) / segments;
   const auto address = reinterpret_cast<uintptr_t>(rows.const_data_ptr());
@@ -121,7 +123,7 @@ at::Tensor try_sum(const c10::IValue* arguments, int64_t segments) {
   if (!arguments[1].isIntList() || arguments[1].toIntVector() != std::vector<int64_t>{0} ||
       !arguments[3].isNone() || !rows.is_contiguous() || !is_aligned)
     return {};
-  return add_entries(rows.unflatten(0, {segments, each}).sum(1, arguments[2].toBool()));
+  return {add_entries(rows.unflatten(0, {segments, each}).sum(1, arguments[2].toBool()))};
 }
 
 // Returns what computes the results of all micro-batches, and their sum, in a few calls.
@@ -131,6 +133,9 @@ SegmentedCalls::Total find_total(const std::string& name, const std::string& ove
   if (!rule || rule->draws || rule->turns > 1 || rule->keeps_parts) return nullptr;
   if (name == "aten::mm" && overload.empty() && rule->slices == Slices{{0, 1}, {1, 0}})
     return try_product;
+  if (name == "aten::mkldnn_rnn_layer_backward" && overload.empty() &&
+      rule->results == std::vector<int64_t>{1, -1, -1, -1, -1, 0, 0})
+    return try_lstm_segments;
   if (name == "aten::sum" && overload == "dim_IntList" && rule->slices == Slices{{0, 0}})
     return try_sum;
   return nullptr;
@@ -215,10 +220,13 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
 bool SegmentedCalls::try_total(const Call& call, Stack* stack) const {
   if (!call.total || at::GradMode::is_enabled()) return false;
   const size_t first = stack->size() - call.op.schema().arguments().size();
-  at::Tensor result = call.total(&(*stack)[first], segments_);
-  if (!result.defined()) return false;
+  // As in the operator's own kernel. A view that autograd knows would keep its base.
+  const c10::impl::ExcludeDispatchKeyGuard below(
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  std::vector<at::Tensor> results = call.total(&(*stack)[first], segments_);
+  if (results.empty()) return false;
   torch::jit::drop(*stack, stack->size() - first);
-  stack->emplace_back(std::move(result));
+  for (at::Tensor& result : results) stack->emplace_back(std::move(result));
   return true;
 }
 

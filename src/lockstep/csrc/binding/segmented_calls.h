@@ -38,9 +38,9 @@ class SegmentedCalls : public PassCalls {
   // Its name, its overload, how it is called, and its arguments, as RecordedCalls notes them.
   using Expected =
       std::tuple<std::string, std::string, std::optional<SegmentRule>, pybind11::capsule>;
-  // Returns what an operator returns for these arguments of all micro-batches, undefined if it has
-  // to be called for each of them.
-  using Total = at::Tensor (*)(const c10::IValue* arguments, int64_t segments);
+  // Returns what an operator returns for these arguments of all micro-batches, nothing if it has to
+  // be called for each of them.
+  using Total = std::vector<at::Tensor> (*)(const c10::IValue* arguments, int64_t segments);
   SegmentedCalls(const std::vector<Expected>& calls, int64_t segments);
   void call(const c10::OperatorHandle& op, Stack* stack) override;
   void restart();

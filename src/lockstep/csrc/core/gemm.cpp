@@ -10,21 +10,29 @@ namespace lockstep {
 
 namespace plain {
 void multiply(const Product& product);
-}
+void compute_cells(const CellRows& rows);
+void differentiate_cells(const CellGradients& gradients);
+}  // namespace plain
 #if defined(__x86_64__)
 namespace avx2 {
 void multiply(const Product& product);
-}
+void compute_cells(const CellRows& rows);
+void differentiate_cells(const CellGradients& gradients);
+}  // namespace avx2
 namespace avx512 {
 void multiply(const Product& product);
-}
+void compute_cells(const CellRows& rows);
+void differentiate_cells(const CellGradients& gradients);
+}  // namespace avx512
 #endif
 
 const Gemm* find_gemm(const char* name) {
-  static const Gemm plain{plain::multiply, "plain"};
+  static const Gemm plain{
+      plain::multiply, {plain::compute_cells, plain::differentiate_cells}, "plain"};
   if (std::strcmp(name, plain.name) == 0) return &plain;
 #if defined(__x86_64__)
-  static const Gemm avx2{avx2::multiply, "avx2"}, avx512{avx512::multiply, "avx512"};
+  static const Gemm avx2{avx2::multiply, {avx2::compute_cells, avx2::differentiate_cells}, "avx2"},
+      avx512{avx512::multiply, {avx512::compute_cells, avx512::differentiate_cells}, "avx512"};
   if (std::strcmp(name, avx2.name) == 0 && __builtin_cpu_supports("avx2") &&
       __builtin_cpu_supports("fma"))
     return &avx2;

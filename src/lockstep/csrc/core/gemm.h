@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "lstm_cell.h"
 
 namespace lockstep {
 
@@ -50,6 +51,7 @@ struct Product {
 struct Gemm {
   // Computes a product in the calling thread; a large one should be divided into blocks.
   void (*multiply)(const Product& product);
+  LstmCell lstm_cell;
   const char* name;
 };
 

@@ -20,7 +20,8 @@
 #define VECTOR_BYTES 32
 namespace lockstep::avx2 {
 #include "gemm.inc"
-}
+#include "lstm_cell.inc"
+}  // namespace lockstep::avx2
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

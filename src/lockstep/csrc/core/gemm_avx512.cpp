@@ -21,7 +21,8 @@
 #define VECTOR_BYTES 64
 namespace lockstep::avx512 {
 #include "gemm.inc"
-}
+#include "lstm_cell.inc"
+}  // namespace lockstep::avx512
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

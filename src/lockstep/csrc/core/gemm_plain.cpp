@@ -12,4 +12,5 @@
 #define VECTOR_BYTES 16
 namespace lockstep::plain {
 #include "gemm.inc"
-}
+#include "lstm_cell.inc"
+}  // namespace lockstep::plain
