@@ -4,7 +4,7 @@ Code in a page runs in order, in one program with the page's line numbers:
 
     ```python                           runs, in the namespace of the blocks before it
     ```python title="train.py"          a complete script: runs on two ranks, and alone as well
-                                        if it prints a digest
+                                        if it prints a digest; the page shows the same digest
     <!-- setup CODE -->                 runs, and is not shown
     <!-- not run: REASON -->            the block after it is only compiled
     <!-- ranks: 2 -->                   at the top of a page: its program runs on that many ranks
@@ -30,6 +30,7 @@ from markdown_it.token import Token
 
 import warm
 from lockstep.cli import cli
+from lockstep.comm import backend
 
 ROOT = Path(__file__).parent.parent
 PATTERNS = ("*.md", "docs/**/*.md", "benchmarks/*.md", ".github/**/*.md")
@@ -126,6 +127,9 @@ def test_script_of_a_page_runs_on_two_ranks_and_has_the_digest_of_one(name, numb
     digests = list_digests(run([*LAUNCH, "-n", "2", file], tmp_path))
     if digests:
         assert list_digests(run(alone, tmp_path)) == digests
+        shown = READ[name].path.read_text()
+        if f"\n$ python {file}\n" in shown and backend.available():  # so bits are portable
+            assert digests <= list_digests(shown)
 
 
 def list_digests(printed: str) -> set[str]:

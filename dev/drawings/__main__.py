@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from dev.drawings import batches, memory, messages, schedules
+from dev.drawings import batches, memory, messages, packages, schedules
 from dev.drawings.shapes import Card
 from lockstep.pipeline.schedules import NAMES
 
@@ -49,6 +49,7 @@ def draw_all() -> Mapping[str, Card]:
         "isend-irecv": partial(messages.draw_exchange, tables["isend, irecv: to the right"]),
         "asynchronous": messages.draw_asynchronous,
         "deadlock": messages.draw_deadlock,
+        "packages": packages.draw_packages,
         "tags": messages.draw_tags,
     }
     return {f"{name}.svg": draw() for name, draw in found.items()}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 
 from dev.drawings.__main__ import FOLDER, ROOT, draw_all
+from dev.drawings.packages import ROWS
 from lockstep.tools.report.picture import Label, text_width
+from test_layers import LEVEL
 
 PICTURES = draw_all()
 SMALLEST = 10  # points; a page on a phone is about as wide as a card, so that this is 9 pixels
@@ -28,6 +31,14 @@ def test_text_is_legible_and_inside_the_card(name):
         assert left >= 8, label
         assert left + width <= picture.width - 4, label
         assert 8 <= label.y <= picture.height - 4, label
+
+
+def test_packages_are_drawn_above_those_that_they_import():
+    folders = {path.parent.name for path in (ROOT / "src/lockstep").glob("*/__init__.py")}
+    folders |= {f"tools.{path.parent.name}" for path in (ROOT / "src").glob("*/tools/*/*.py")}
+    rows = [[LEVEL[name] for name in row] for row in ROWS]
+    assert {name for row in ROWS for name in row} == folders - {"tools", "tools.tools"}
+    assert all(min(above) > max(below) for above, below in pairwise(rows))
 
 
 def test_every_drawing_is_shown_on_a_page_with_a_description():

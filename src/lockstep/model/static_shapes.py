@@ -229,7 +229,7 @@ def _undo_fall_backs() -> None:
 
 @contextmanager
 def _collect_symbols(symbols: list[str]) -> Iterator[None]:
-    """Append the names of all sizes to `found` that torch.compile makes symbolic in the body."""
+    """Append the names of all sizes to `symbols` that torch.compile makes symbolic in the body."""
     from torch._guards import CompileContext
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

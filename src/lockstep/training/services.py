@@ -113,14 +113,13 @@ class Services:
     def finish(self, state: str = "done", message: str | None = None) -> None:
         """End the run: save the last checkpoint, and write the last line of the record.
 
-        Call it on every rank if the trainer has checkpoints, and in elastic runs.
+        Call it on every rank if the trainer has checkpoints, and in elastic runs. If the record or
+        the last checkpoint could not be written, such as on a full disk, the script goes on, and
+        the process exits with status 1 at its end.
 
         Args:
             state: How the run ended, for the record: "done", "failed" or "stopped".
             message: Why, for the record.
-
-        If the record or the last checkpoint could not be written, such as on a full disk, the
-        script goes on, and the process exits with status 1 at its end.
 
         Raises:
             UsageError: A resumed script ended before it reached the position of the other run.

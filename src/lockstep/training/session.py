@@ -5,7 +5,8 @@
     a step          the session's observer gets its tensors and the committed step
     command done    SessionComplete unwinds the script, which ends the rank successfully
 
-`lockstep check` and `lockstep replay` each have a session. Without one, a trainer works as usual.
+`lockstep check`, `lockstep replay` and `lockstep plan` each have a session. Without one, a trainer
+works as usual.
 """
 
 from __future__ import annotations

@@ -93,7 +93,6 @@ def train(options: Options, folder: str) -> dict[str, Any]:
 
     Args:
         options: The options.
-        recipe: The recipe.
         folder: The folder of the run.
     """
     options = _join(options)
