@@ -66,6 +66,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Any]] = {
     "sigmoid": torch.sigmoid,
     "rsqrt": lambda x: (x.abs() + 0.1).rsqrt(),
     "silu": F.silu,
+    "gelu": F.gelu,
     "softplus": F.softplus,
     "elu": F.elu,
     "mish": F.mish,
@@ -96,6 +97,7 @@ def test_forms_of_an_elementwise_function_do_not_depend_on_threads(dtype):
     for form in forms:
         assert not find_differing(lambda form=form: torch.sigmoid(form))
         assert not find_differing(lambda form=form: F.silu(form.clone(), inplace=True))
+        assert not find_differing(lambda form=form: F.gelu(form))
         outs = (torch.empty_like(form), torch.empty(form.shape, dtype=dtype), x.new_empty(0))
         for out in outs[: 3 if form.numel() else 2]:
             fresh = torch.empty_like if out.numel() else torch.clone
@@ -186,6 +188,10 @@ LAYERS: dict[str, Callable[[], tuple[torch.nn.Module, Tensor]]] = {
         make(7, 9, 31, 37).contiguous(memory_format=torch.channels_last),
     ),
     "group norm": lambda: (torch.nn.GroupNorm(3, 9), make(7, 9, 31, 37)),
+    "group norm, channels last": lambda: (
+        torch.nn.GroupNorm(8, 64),
+        make(1, 64, 33, 64).contiguous(memory_format=torch.channels_last),
+    ),
     "LSTM": lambda: (torch.nn.LSTM(33, 47, batch_first=True), make(64, 19, 33)),
     "GRU": lambda: (torch.nn.GRU(33, 47, batch_first=True), make(64, 19, 33)),
     "conv1d": lambda: (torch.nn.Conv1d(9, 11, 3), make(32, 9, 201)),
@@ -210,6 +216,42 @@ def test_layers_do_not_depend_on_threads(name, dtype):
         return result, torch.autograd.grad(first, weights, first.detach().cos())
 
     assert not find_differing(compute)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_of_one_head_does_not_depend_on_threads(dtype):
+    parts = [make(1, 1, 512, 64, dtype=dtype, seed=seed).requires_grad_() for seed in range(3)]
+
+    def compute():
+        result = F.scaled_dot_product_attention(*parts)
+        return result, torch.autograd.grad(result, parts, torch.ones_like(result))
+
+    assert not find_differing(compute)
+
+
+COMPLEX: dict[str, Callable[[Tensor], Any]] = {
+    "product": lambda x: x * x.flip(0),
+    "product in place": lambda x: x.clone().mul_(x.flip(0)),
+    "quotient": lambda x: x / (x.flip(0) + 3),
+    "sign": torch.sgn,
+    "angle": torch.angle,
+    "absolute value": torch.abs,
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_numbers_do_not_depend_on_threads(name):
+    x = torch.complex(make(131, 517), make(131, 517, seed=1)).requires_grad_()
+
+    def compute():
+        result = COMPLEX[name](x)
+        return result, torch.autograd.grad(result, x, torch.ones_like(result))
+
+    assert not find_differing(
+        lambda: [
+            torch.view_as_real(one) if one.is_complex() else one for one in tree_leaves(compute())
+        ]
+    )
 
 
 def test_gradients_of_gradients_and_autocast_do_not_depend_on_threads():

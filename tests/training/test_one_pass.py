@@ -3,6 +3,7 @@
 import json
 import random
 import tempfile
+import uuid
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -245,6 +246,10 @@ DRAWING = {
     "paths that are dropped": lambda: on_features(drop_paths),
 }
 JOINED |= {
+    "a choice of numbers": lambda: on_features(lambda model, x: x * torch.where(x > 0, 0.5, 1.0)),
+    "an element of each sample": lambda: on_features(
+        lambda model, x: x * x.detach()[torch.arange(len(x)), x.argmax(1)][:, None]
+    ),
     "an LSTM": lambda: on_sequences(nn.LSTM(16, 16, batch_first=True)),
     "an LSTM of several layers": lambda: on_sequences(
         nn.LSTM(16, 8, 3, batch_first=True, bidirectional=True, dropout=0.3)
@@ -317,7 +322,67 @@ def with_a_compiled_function():
     return on_features(lambda model, x: double(x))
 
 
+class Limited(torch.autograd.Function):
+    """Limits gradients, by the largest one of all samples in numpy."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        values = gradient.numpy()
+        return torch.from_numpy(values / max(1.0, float(abs(values).max()) * 0.01))
+
+
+def with_limit():
+    """Return a model with an operator that limits features by the largest one of all samples."""
+
+    def limit(x: torch.Tensor) -> torch.Tensor:
+        return x / x.abs().max().clamp(min=1000.0)
+
+    name = f"lockstep_tests::limit_{uuid.uuid4().hex}"
+    made = torch.library.custom_op(name, limit, mutates_args=())
+    made.register_autograd(lambda ctx, gradient: gradient / 1000)
+    return on_features(lambda model, x: made(x))
+
+
+# Of zeros, every operator has the rows that it should have.
+COUPLES_EVENTS = {
+    "cumsum": lambda event: event.cumsum(0),
+    "cumsum of integers": lambda event: event.long().cumsum(0),
+    "flip": lambda event: event.flip(0),
+    "roll": lambda event: event.roll(1, 0),
+    "index": lambda event: event[(event[:, 0] > 0).long()],
+    "gather": lambda event: event.gather(0, event.long()),
+    "index_select": lambda event: event.index_select(0, event[:, 0].long()),
+    "conv1d": lambda event: F.conv1d(event.t()[None], torch.ones(1, 1, 3), padding=1)[0].t(),
+    "reshape": lambda event: event.expand(-1, 64).t().reshape(-1, 64),
+    "sum": lambda event: event.expand(-1, 64).view(-1, 16, 4).transpose(0, 1).contiguous().sum(0),
+}
+
+
+def couple_events(couple):
+    def compute(model, x):
+        rows = couple((x[:, :1] > 50).float()).float()
+        return x * (1 + rows[:, :1])
+
+    return on_features(compute)
+
+
 SEPARATE = {
+    "numpy in the backward pass": (
+        lambda: on_features(lambda model, x: Limited.apply(x)),
+        "values of samples are read by numpy() or tolist()",
+    ),
+    "an operator of another library": (
+        with_limit,
+        "is no operator of torch, and may combine samples",
+    ),
+    **{
+        f"events, {name}": (lambda couple=couple: couple_events(couple), "has other bits")
+        for name, couple in COUPLES_EVENTS.items()
+    },
     "a compiled function": (with_a_compiled_function, "other operators are called"),
     "batch norm": (
         lambda: on_features(lambda model, x: model.norm(x), norm=nn.BatchNorm1d(64)),
@@ -604,9 +669,47 @@ class Rolls(Changes):
         return self.layer(x.roll(int(self.is_changed), 0))
 
 
+class Scales(Changes):
+    """A model with a factor that depends on the number of samples from a step on."""
+
+    def forward(self, x):
+        return self.layer(x) * (2.0 / len(x) if self.is_changed else 1.0)
+
+
+class Lifts(Changes):
+    """The same with a tensor."""
+
+    def forward(self, x):
+        return self.layer(x) * torch.tensor(2.0 / len(x) if self.is_changed else 1.0)
+
+
+class Powers(Changes):
+    """A model with a power that is a product, and from a step on another one."""
+
+    def forward(self, x):
+        rows = self.layer(x)
+        with torch.no_grad():
+            weights = rows[:, :9].abs().pow(2.3 if self.is_changed else 2.0)
+        return torch.cat([rows[:, :9] * weights, rows[:, 9:]], 1)
+
+
+class Uses(Changes):
+    """A model that uses fewer features from a step on."""
+
+    used = (torch.arange(FEATURES) < FEATURES, torch.arange(FEATURES) < 5)
+
+    def forward(self, x):
+        used = self.used[self.is_changed]
+        return self.layer(x) * x[:, used].sigmoid().mean(1, keepdim=True)
+
+
+CHANGING = {"roll": Rolls, "mul": Scales, "lift_fresh": Lifts, "pow": Powers, "sigmoid": Uses}
+"""Models that call the same operators otherwise, by the first one of which this is noticed."""
+
+
 def change_late(change, *, is_joined):
     torch.manual_seed(0)
-    model = Rolls(None) if change == "roll" else Changes(LATE[change])
+    model = CHANGING[change](None) if change in CHANGING else Changes(LATE[change])
     return train(model, Late(model, 4), is_joined=is_joined)
 
 
@@ -690,7 +793,7 @@ def late():
     def compare_all():
         make = JOINED["linear layers"]
         found = {n: compare(make, batches=[data(n)] * 5) for n in (19, 3, 8, 16)}
-        for change in ("mean", "tanh", "roll", "dropout"):
+        for change in ("mean", "tanh", "dropout", *CHANGING):
             found[change] = [change_late(change, is_joined=each) for each in (False, True)]
         return found | {
             "notes": fail_late(),
@@ -705,6 +808,13 @@ def late():
         }
 
     return on_portable_ranks(compare_all)[0]
+
+
+@pytest.mark.parametrize("change", ["mul", "lift_fresh", "pow", "sigmoid"])
+def test_arguments_that_change_are_noticed(change, late):
+    ((*separate, _, _), (*joined, _, note)) = late[change]
+    assert separate == joined
+    assert note == f"aten::{change} was not called as in the first step"
 
 
 @pytest.mark.parametrize("change", ["mean", "tanh", "roll"])

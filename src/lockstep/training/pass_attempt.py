@@ -251,10 +251,9 @@ def take_calls(recorded: Attempt) -> list[list[NotedCall]]:
 
 
 def list_reads(recorded: Attempt) -> list[tuple[str, torch.Size]]:
-    """Return what the forward pass has read without an operator."""
-    forward: Any = recorded.forward
-    reads: list[tuple[str, torch.Size]] = forward.reads
-    return reads
+    """Return what the forward and the backward pass have read without an operator."""
+    passes: list[Any] = [recorded.forward, recorded.backward]
+    return [read for one in passes for read in one.reads]
 
 
 def list_names(passes: Sequence[Sequence[NotedCall]]) -> list[list[tuple[str, str]]]:

@@ -17,7 +17,8 @@ An operator that draws random numbers is called for the rows of each micro-batch
 
 An operator that returns rows may couple them nevertheless, as a softmax or a sum over samples does.
 So the rows of its result are compared with those of the passes over the first and the last
-micro-batch, also where they do not count yet. What depends on values in other ways is refused.
+micro-batch, also where they do not count yet, and once more for random numbers, since the values of
+a step may be all alike. What depends on values in other ways is refused.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ class NotedCall(NamedTuple):
         sources: For each tensor among the arguments, the number of the call that has returned it;
             -1 for others.
         has_same_rows: Whether the rows of the results have the bits of those of the passes over the
-            first and the last micro-batch, if they were compared.
-        values: The arguments that are no tensors, as the native module keeps them; None for a call
-            with a tensor of a subclass, of which nothing else is recorded.
+            first and the last micro-batch, if they were compared, also for other values.
+        values: The arguments, as the native module describes them; None for a call with a tensor of
+            a subclass, of which nothing else is recorded.
     """
 
     name: str
@@ -373,7 +374,11 @@ class _Comparison:
         rows = dict(_list_rows(given))
         if not rows:
             return
-        is_sized = self._kind in SIZED_BY_VALUES or (self._kind == "where" and len(tensors) == 1)
+        if not self._name.startswith("aten::"):
+            raise CannotJoin(f"{self._name} is no operator of torch, and may combine samples")
+        is_sized = self._kind in SIZED_BY_VALUES
+        if self._kind == "where":
+            is_sized = self._one.overload == ""
         if self._kind == "repeat_interleave":
             is_sized = self._one.overload in ("Tensor", "self_Tensor") and len(tensors) - 1 in rows
         if self._kind in ("index", "index_put", "_index_put_impl"):

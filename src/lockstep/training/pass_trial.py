@@ -12,6 +12,7 @@ kind: a number of micro-batches, and the shapes of one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,9 @@ of a pass is that of its kernels, not of calling them."""
 
 MOST_TRIALS = 8
 """The number of kinds of micro-batches, such as lengths of sequences, that are tried."""
+
+MOST_CHANGES = 3
+"""How often a pass of a kind is planned again, because the model has called other operators."""
 
 CHANGED = "{} was not called as in the first step"
 
@@ -97,6 +101,7 @@ class KnownPasses:
         self._joined: dict[PassKind, JoinedPass | None] = {}  # None: computed one by one
         self._bytes: dict[Any, int] = {}  # that a micro-batch keeps, by its shapes
         self._tried: set[PassKind] = set()
+        self._changes = Counter[PassKind]()
         self.note = ""
 
     def find(self, kind: PassKind) -> JoinedPass | None:
@@ -112,8 +117,12 @@ class KnownPasses:
         self._joined[kind] = joined
 
     def forget(self, kind: PassKind) -> None:
-        """Plan a pass of a kind again in the next step."""
-        del self._joined[kind]
+        """Plan a pass of a kind again in the next step, unless it has often changed."""
+        self._changes[kind] += 1
+        if self._changes[kind] > MOST_CHANGES:
+            self._joined[kind] = None
+        else:
+            del self._joined[kind]
 
     def set_bytes(self, shapes: Any, size: int) -> None:
         """Keep the number of bytes that a micro-batch keeps for its backward pass."""
@@ -258,7 +267,8 @@ class Trial:
             known.explain(str(reason))
             if not self.is_new:
                 known.note += (
-                    ", so the bits of earlier steps may be others than those of separate passes"
+                    ", so unless the model was changed, the bits of earlier steps may be others "
+                    "than those of separate passes"
                 )
         except Exception as error:  # the separate passes had none
             joined = None

@@ -1,8 +1,105 @@
 #include "call_tensors.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace lockstep {
+namespace {
+
+// Calls visit(tensor, position) for the tensors that `change_tensors` would change.
+template <typename Visit>
+void visit_tensors(const c10::IValue* values, size_t count, const Visit& visit) {
+  size_t position = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& value = values[i];
+    if (value.isTensor()) {
+      visit(value.toTensor(), position++);
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
+      for (const c10::IValue& part : value.toListRef())
+        visit(part.isNone() ? at::Tensor() : part.toTensor(), position++);
+    }
+  }
+}
+
+bool is_number(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() &&
+         value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+// Python's values become tensors by this operator, for example in torch.tensor.
+bool is_lift(const c10::OperatorHandle& op) {
+  return op.schema().name().rfind("aten::lift", 0) == 0;
+}
+
+// What is compared of an argument; None for a tensor.
+c10::IValue describe_value(const c10::OperatorHandle& op, const c10::IValue& value) {
+  if (is_number(value)) return c10::IValue(value.toTensor().item());
+  if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_cpu() && is_lift(op))
+    return c10::IValue(static_cast<int64_t>(hash_bits(value.toTensor())));
+  const bool is_tensor = value.isTensor() || value.isTensorList() || value.isOptionalTensorList();
+  return is_tensor ? c10::IValue() : value;
+}
+
+bool is_same_value(const c10::IValue& one, const c10::IValue& other) {
+  if (one.tagKind() != other.tagKind()) return false;
+  if (one.isDouble()) {
+    const double a = one.toDouble(), b = other.toDouble();
+    return a == b || (a != a && b != b);
+  }
+  if (one.isInt()) return one.toInt() == other.toInt();
+  if (one.isBool()) return one.toBool() == other.toBool();
+  if (one.isString()) return one.toStringRef() == other.toStringRef();
+  if (one.isIntList()) return one.toIntVector() == other.toIntVector();
+  if (one.isBoolList()) return one.toBoolList() == other.toBoolList();
+  if (one.isDoubleList()) return one.toDoubleVector() == other.toDoubleVector();
+  return true;
+}
+
+}  // namespace
+
+uint64_t hash_bits(const at::Tensor& tensor) {
+  const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().contiguous();
+  const auto* data = static_cast<const char*>(plain.const_data_ptr());
+  const auto bytes = static_cast<size_t>(plain.nbytes());
+  uint64_t hash = bytes;
+  for (size_t i = 0; i < bytes; i += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, data + i, std::min(sizeof word, bytes - i));
+    hash = (hash ^ word) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
+
+CallArguments describe_arguments(const c10::OperatorHandle& op, const Stack& stack) {
+  const size_t count = op.schema().arguments().size(), first = stack.size() - count;
+  CallArguments described;
+  for (size_t i = 0; i < count; ++i) {
+    c10::IValue value = describe_value(op, stack[first + i]);
+    const bool is_plain = !value.isNone() || stack[first + i].isNone();
+    if (is_plain) described.plain.emplace_back(i, std::move(value));
+  }
+  visit_tensors(&stack[first], count, [&](const at::Tensor& tensor, size_t) {
+    described.sizes.push_back(tensor.defined() ? tensor.sizes().vec() : std::vector<int64_t>());
+  });
+  return described;
+}
+
+bool has_arguments(const c10::OperatorHandle& op, const Stack& stack,
+                   const CallArguments& expected) {
+  const size_t count = op.schema().arguments().size(), first = stack.size() - count;
+  for (const auto& [i, value] : expected.plain)
+    if (!is_same_value(value, describe_value(op, stack[first + i]))) return false;
+  bool is_same = true;
+  size_t tensors = 0;
+  visit_tensors(&stack[first], count, [&](const at::Tensor& tensor, size_t position) {
+    ++tensors;
+    is_same = is_same && position < expected.sizes.size() &&
+              (tensor.defined() ? tensor.sizes() == at::IntArrayRef(expected.sizes[position])
+                                : expected.sizes[position].empty());
+  });
+  return is_same && tensors == expected.sizes.size();
+}
 
 std::vector<at::Tensor> list_tensors(const Stack& stack, size_t count) {
   Stack last(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());

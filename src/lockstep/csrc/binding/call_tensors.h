@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
 #include <cstdint>
@@ -17,8 +18,22 @@ using torch::jit::Stack;
 
 constexpr uintptr_t kAlignment = 64;  // of the memory that torch allocates
 
-// The arguments of a call that are no tensors, with their positions.
-using PlainArguments = std::vector<std::pair<size_t, c10::IValue>>;
+// What decides, beside the elements of tensors, what a call computes.
+struct CallArguments {
+  // The arguments that are no tensors, with their positions. A number that Python has made a tensor
+  // counts as one.
+  std::vector<std::pair<size_t, c10::IValue>> plain;
+  // The shapes of the tensors, by the positions that `change_tensors` counts.
+  std::vector<std::vector<int64_t>> sizes;
+};
+
+CallArguments describe_arguments(const c10::OperatorHandle& op, const Stack& stack);
+// Returns whether a call gets what was described.
+bool has_arguments(const c10::OperatorHandle& op, const Stack& stack,
+                   const CallArguments& expected);
+
+// The bits of a tensor, as one number.
+uint64_t hash_bits(const at::Tensor& tensor);
 
 // Values by tensors, as long as these exist.
 template <typename Value>

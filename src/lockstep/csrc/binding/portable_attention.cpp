@@ -38,6 +38,17 @@ namespace {
 
 using at::Tensor;
 
+// torch divides heads among threads; the products of a single one would be divided instead.
+class OneThreadForOneHead {
+ public:
+  explicit OneThreadForOneHead(const Tensor& query) {
+    if (query.dim() < 2 || query.size(0) * query.size(1) <= 1) guard_.emplace();
+  }
+
+ private:
+  std::optional<OneThread> guard_;
+};
+
 constexpr int64_t kQueries = 128, kCausalQueries = 64;  // of a block, at most
 constexpr int64_t kFewQueries = 16;                     // of a block, at least
 constexpr int64_t kVector = 16;                         // numbers, in whole vectors
@@ -191,9 +202,11 @@ std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& key, const 
                                   double dropout, bool is_causal, const std::optional<Tensor>& mask,
                                   std::optional<double> scale) {
   const auto inputs = find_inputs(query, key, value, dropout, is_causal, mask, scale);
-  if (!inputs)
+  if (!inputs) {
+    const OneThreadForOneHead guard(query);
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout,
                                                                 is_causal, mask, scale);
+  }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const Tensor output = at::empty_like(query), of_output = make_place(*inputs, output);
   const Tensor sums = make_with_heads_inside(query, 1), of_sums = make_place(*inputs, sums);
@@ -234,9 +247,11 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& gradient, const
                                                    const std::optional<Tensor>& mask,
                                                    std::optional<double> scale) {
   const auto inputs = find_inputs(query, key, value, dropout, is_causal, mask, scale);
-  if (!inputs || gradient.scalar_type() != query.scalar_type())
+  if (!inputs || gradient.scalar_type() != query.scalar_type()) {
+    const OneThreadForOneHead guard(query);
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, sums, dropout, is_causal, mask, scale);
+  }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const Tensor of_output = inputs->needs_contiguous() ? gradient.contiguous() : gradient;
   std::array<Tensor, 3> results, places;  // the gradients of query, key and value

@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <optional>
 
 #include "portable_kernels.h"
 
@@ -122,6 +123,37 @@ static Tensor& pow_in_place(Tensor& self, const Scalar& exponent) {
   return is_root(self, exponent) ? portable::sqrt_in_place(self) : at::cpu::pow_(self, exponent);
 }
 
+// ---- products and quotients of complex numbers ----
+
+// Vector instructions compute the elements at the borders of threads otherwise. Those of other
+// numbers are rounded once.
+class OneThreadIfComplex {
+ public:
+  OneThreadIfComplex(const Tensor& a, const Tensor& b) {
+    if (a.is_complex() || b.is_complex()) guard_.emplace();
+  }
+
+ private:
+  std::optional<OneThread> guard_;
+};
+
+#define DEFINE_ARITHMETIC(NAME)                                              \
+  static Tensor NAME(const Tensor& a, const Tensor& b) {                     \
+    const OneThreadIfComplex guard(a, b);                                    \
+    return at::cpu::NAME(a, b);                                              \
+  }                                                                          \
+  static Tensor& NAME##_out(const Tensor& a, const Tensor& b, Tensor& out) { \
+    const OneThreadIfComplex guard(a, b);                                    \
+    return at::cpu::NAME##_outf(a, b, out);                                  \
+  }                                                                          \
+  static Tensor& NAME##_in_place(Tensor& a, const Tensor& b) {               \
+    const OneThreadIfComplex guard(a, b);                                    \
+    return at::cpu::NAME##_(a, b);                                           \
+  }
+
+DEFINE_ARITHMETIC(mul)
+DEFINE_ARITHMETIC(div)
+
 }  // namespace portable
 
 void register_functions(torch::Library& library) {
@@ -134,6 +166,12 @@ void register_functions(torch::Library& library) {
   REGISTER(acos)
   REGISTER(atan)
   REGISTER(tan)
+#define REGISTER_ARITHMETIC(NAME)                    \
+  library.impl(#NAME ".Tensor", &portable::NAME);    \
+  library.impl(#NAME ".out", &portable::NAME##_out); \
+  library.impl(#NAME "_.Tensor", &portable::NAME##_in_place);
+  REGISTER_ARITHMETIC(mul)
+  REGISTER_ARITHMETIC(div)
   library.impl("pow.Tensor_Scalar", &portable::pow);
   library.impl("pow.Tensor_Scalar_out", &portable::pow_out);
   library.impl("pow_.Scalar", &portable::pow_in_place);

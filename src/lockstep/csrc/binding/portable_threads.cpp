@@ -310,6 +310,9 @@ struct InPieces : c10::OperatorKernel {
     const Arguments arguments(op, *stack);
     const DenseTensors dense(arguments);
     if (!dense.are_divisible || dense.first().numel() <= 2 * kPiece) return false;
+    // oneDNN computes this function of contiguous tensors only, and a piece is contiguous.
+    if (!dense.first().is_contiguous() && op.schema().name().find("gelu") != std::string::npos)
+      return false;
     std::optional<size_t> dim;
     int64_t row = 1;
     if constexpr (of == Of::rows) {
@@ -381,6 +384,7 @@ static const Names kElementwise = {
     "softshrink_backward",
     "softplus_backward",
     "special_erfcx",
+    "special_i0e",
     "special_log_ndtr",
     "special_ndtri",
     "tanh_backward",
@@ -404,7 +408,7 @@ static const Names kSums = {"mean", "nansum", "sum"};
 
 static const Names kNormalizations = {
     "_batch_norm_with_update", "_native_batch_norm_legit",   "batch_norm_backward",
-    "native_batch_norm",       "native_batch_norm_backward",
+    "native_batch_norm",       "native_batch_norm_backward", "native_group_norm",
 };
 
 // Losses divide by the number of elements, which is not that of a piece.
@@ -425,6 +429,9 @@ static const Names kOthers = {
     "native_group_norm_backward",
     "native_layer_norm_backward",
     "vdot",
+    // Of complex numbers; of others they are rare.
+    "angle",
+    "sgn",
 };
 
 // LAPACK and FFT divide sums among threads, if the library decides so.

@@ -8,7 +8,8 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
-#include <optional>
+
+#include "free_rows.h"
 
 namespace py = pybind11;
 
@@ -70,32 +71,6 @@ bool is_readable(const at::Tensor& tensor) {
          tensor.is_cpu();
 }
 
-// Also NaN has bits, so results are compared by these.
-uint64_t hash_bits(const at::Tensor& tensor) {
-  const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().contiguous();
-  const auto* data = static_cast<const char*>(plain.const_data_ptr());
-  const auto bytes = static_cast<size_t>(plain.nbytes());
-  uint64_t hash = bytes;
-  for (size_t i = 0; i < bytes; i += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    std::memcpy(&word, data + i, std::min(sizeof word, bytes - i));
-    hash = (hash ^ word) * 0x9e3779b97f4a7c15;
-    hash ^= hash >> 32;
-  }
-  return hash;
-}
-
-PlainArguments list_plain_arguments(const Stack& stack, size_t count) {
-  PlainArguments arguments;
-  const size_t first = stack.size() - count;
-  for (size_t i = 0; i < count; ++i) {
-    const c10::IValue& value = stack[first + i];
-    if (!value.isTensor() && !value.isTensorList() && !value.isOptionalTensorList())
-      arguments.emplace_back(i, value);
-  }
-  return arguments;
-}
-
 // Returns the numbers of turns by which `one` may be the rows of the first micro-batch.
 std::vector<int64_t> find_turns(const at::Tensor& one, const at::Tensor& several) {
   std::vector<int64_t> found;
@@ -132,10 +107,10 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   py::list arguments = describe_last(*stack, op.schema().arguments().size());
   py::list turns = compare_arguments(*stack, op.schema().arguments().size());
   py::list sources = find_sources(*stack, op.schema().arguments().size());
-  auto plain = std::make_unique<PlainArguments>(
-      list_plain_arguments(*stack, op.schema().arguments().size()));
-  const py::capsule values(plain.release(),
-                           [](void* held) { delete static_cast<PlainArguments*>(held); });
+  auto described = std::make_unique<CallArguments>(describe_arguments(op, *stack));
+  const py::capsule values(described.release(),
+                           [](void* held) { delete static_cast<CallArguments*>(held); });
+  const std::optional<Stack> given = keep_arguments(op, *stack);
   DefaultGenerator generator;
   op.callBoxed(stack);
   if (has_subclass(*stack, op.schema().returns().size())) return note_subclass(op);
@@ -145,10 +120,31 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
     repeat_draw(*stack);
     note_draw(generator.before(), generator.read());
   }
-  const bool is_same = compare_results(*stack, op.schema().returns().size());
+  const bool is_same = compare_results(*stack, op.schema().returns().size()) &&
+                       (!given || has_drawn || are_rows_free(op, *given, find_alone(op)));
   calls.append(py::make_tuple(op.schema().name(), op.schema().overload_name(), std::move(arguments),
                               describe_last(*stack, op.schema().returns().size()), has_drawn,
                               std::move(turns), std::move(sources), is_same, values));
+}
+
+// Keeps the arguments in a pass over all micro-batches.
+std::optional<Stack> RecordedCalls::keep_arguments(const c10::OperatorHandle& op,
+                                                   const Stack& stack) const {
+  if (!first_ || (!first_->first_ && !first_->keeps_)) return std::nullopt;
+  return Stack(stack.end() - std::ssize(op.schema().arguments()), stack.end());
+}
+
+// Returns the arguments of this call in the pass over the first micro-batch; nullptr if it is
+// another one there.
+const CallArguments* RecordedCalls::find_alone(const c10::OperatorHandle& op) const {
+  const RecordedCalls& alone = first_->first_ ? *first_->first_ : *first_;
+  if (py::len(calls) >= py::len(alone.calls)) return nullptr;
+  const auto call = py::cast<py::tuple>(alone.calls[py::len(calls)]);
+  const bool is_same = py::cast<std::string>(call[0]) == op.schema().name() &&
+                       py::cast<std::string>(call[1]) == op.schema().overload_name();
+  const py::object values = call[py::len(call) - 1];
+  if (!is_same || values.is_none()) return nullptr;
+  return py::cast<py::capsule>(values).get_pointer<CallArguments>();
 }
 
 void RecordedCalls::note_subclass(const c10::OperatorHandle& op) {

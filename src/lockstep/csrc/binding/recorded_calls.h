@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -40,11 +41,13 @@ class RecordedCalls : public PassCalls {
   // (name, overload, arguments, results, whether it has drawn, for each tensor among the arguments
   // the numbers of turns by which its first rows may be those of `first`, the numbers of the calls
   // that have returned the tensors, -1 for others, whether the rows of the results are those of
-  // the passes over one micro-batch, and the arguments that are no tensors, for SegmentedCalls)
+  // the passes over one micro-batch, also for other values, and what SegmentedCalls expects)
   pybind11::list calls;
 
  private:
   void note_subclass(const c10::OperatorHandle& op);
+  std::optional<Stack> keep_arguments(const c10::OperatorHandle& op, const Stack& stack) const;
+  const CallArguments* find_alone(const c10::OperatorHandle& op) const;
   pybind11::list compare_arguments(const Stack& stack, size_t count);
   pybind11::list find_sources(const Stack& stack, size_t count);
   void remember_results(const Stack& stack, size_t count);

@@ -57,32 +57,10 @@ at::Tensor join_rows(const std::vector<at::Tensor>& rows, int64_t dimension, int
   return at::stack(parts, dimension + 1).flatten(dimension, dimension + 2);
 }
 
-// Returns whether an argument is as in the pass that was planned. A factor may be another one, as
-// it is the same for all samples; an integer may be a position, a size or a dimension.
-bool is_same_value(const c10::IValue& one, const c10::IValue& other) {
-  if (one.isDouble() || other.isDouble()) return !other.isNone() && !one.isNone();
-  if (one.isInt()) return other.isInt() && one.toInt() == other.toInt();
-  if (one.isBool()) return other.isBool() && one.toBool() == other.toBool();
-  if (one.isString()) return other.isString() && one.toStringRef() == other.toStringRef();
-  if (one.isIntList()) return other.isIntList() && one.toIntVector() == other.toIntVector();
-  if (one.isBoolList()) return other.isBoolList() && one.toBoolList() == other.toBoolList();
-  return one.isNone() == other.isNone();
-}
-
 // Returns whether an operator writes its first argument, and returns it.
 bool is_in_place(const c10::OperatorHandle& op) {
   const c10::AliasInfo* alias = op.schema().arguments().front().alias_info();
   return alias && alias->isWrite();
-}
-
-// Returns whether the arguments that are no tensors are those of the pass that was planned.
-bool has_arguments(const c10::OperatorHandle& op, const Stack& stack,
-                   const PlainArguments& expected) {
-  const size_t first = stack.size() - op.schema().arguments().size();
-  return std::all_of(expected.begin(), expected.end(), [&](const auto& argument) {
-    const c10::IValue& value = stack[first + argument.first];
-    return !value.isTensor() && is_same_value(argument.second, value);
-  });
 }
 
 bool can_be_cut(const Stack& stack, size_t count, const SegmentRule& rule, int64_t segments) {
@@ -149,7 +127,7 @@ SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segme
   for (const auto& [name, overload, rule, arguments] : calls)
     calls_.push_back(
         {c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()), rule,
-         *arguments.get_pointer<PlainArguments>(), find_total(name, overload, rule)});
+         *arguments.get_pointer<CallArguments>(), find_total(name, overload, rule)});
   const bool has_draws = std::any_of(
       calls_.begin(), calls_.end(), [](const Call& call) { return call.rule && call.rule->draws; });
   for (int64_t i = 0; has_draws && i < segments; ++i)

@@ -35,7 +35,7 @@ struct SegmentRule {
 
 class SegmentedCalls : public PassCalls {
  public:
-  // Its name, its overload, how it is called, and its arguments, as RecordedCalls notes them.
+  // Its name, its overload, how it is called, and its arguments, as RecordedCalls describes them.
   using Expected =
       std::tuple<std::string, std::string, std::optional<SegmentRule>, pybind11::capsule>;
   // Returns what an operator returns for these arguments of all micro-batches, nothing if it has to
@@ -59,7 +59,7 @@ class SegmentedCalls : public PassCalls {
   struct Call {
     c10::OperatorHandle op;
     std::optional<SegmentRule> rule;
-    PlainArguments arguments;
+    CallArguments arguments;
     Total total;
   };
   bool try_total(const Call& call, Stack* stack) const;
