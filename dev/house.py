@@ -41,6 +41,7 @@ LIMITS = {
     "ls.exact: nodes reached": 99_000,
     "trainer: modules reached": 270,
     "large classes without a reason": 0,
+    "repeated public class names": 0,
 }
 """The largest values. A limit that would cost users something is raised: the commit says why."""
 
@@ -285,12 +286,14 @@ class House:
             "large classes without a reason": sum(
                 size.is_large and not size.has_reason for _, size in self.list_classes()
             ),
+            "repeated public class names": len(self.list_repeated_names()[1]),
         }
 
     def list_repeated_names(self) -> tuple[list[str], list[str]]:
-        """Return the file names and the class names that occur more than once."""
+        """Return the names of files and of public classes that occur more than once."""
         files = Counter(name.split(".")[-1] for name in self.sources if "." in name)
-        classes = Counter(size.name for _, size in self.list_classes())
+        names = [size.name for _, size in self.list_classes()]
+        classes = Counter(name for name in names if not name.startswith("_"))
         return (
             sorted(name for name, count in files.items() if count > 1),
             sorted(name for name, count in classes.items() if count > 1),

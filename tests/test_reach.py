@@ -90,6 +90,14 @@ def test_what_a_class_inherits_counts_once():
     assert (whole.methods, whole.attributes) == ({"f"}, {"x", "y"})
 
 
+def test_a_public_class_name_that_occurs_twice_is_counted(tmp_path):
+    package = tmp_path / "src/lockstep"
+    package.mkdir(parents=True)
+    for name in ("a", "b"):
+        (package / f"{name}.py").write_text(f"class Twice: ...\nclass _Own: ...\nclass {name}: ...")
+    assert House(tmp_path).list_repeated_names() == ([], ["Twice"])
+
+
 def test_docstrings_comments_and_blank_lines_are_no_code():
     lines = ['"""A module."""', "", "x = (", "1)  # two lines", "", "def f():", '    "Do it."']
     source = "\n".join([*lines, "    # here", "    return 1"])

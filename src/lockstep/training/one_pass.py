@@ -42,7 +42,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.training.grouped_passes import PassResults
 from lockstep.training.pass_attempt import (
-    Attempt,
+    PassAttempt,
     cut_rows,
     describe_shapes,
     join_gradients,
@@ -167,7 +167,7 @@ class OnePass:
 
     def open(
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
-    ) -> Attempt | None:
+    ) -> PassAttempt | None:
         """Return a pass over micro-batches, if it is known that their bits are the same."""
         if len(group) == 1 or step.observers or self._is_compared(step, group):
             return None
@@ -175,9 +175,9 @@ class OnePass:
         if joined is None:
             return None
         joined.restart()
-        return Attempt(step, buffers, group, joined.forward, joined.backward)
+        return PassAttempt(step, buffers, group, joined.forward, joined.backward)
 
-    def close(self, attempt: Attempt) -> PassResults | None:
+    def close(self, attempt: PassAttempt) -> PassResults | None:
         """Return the results of a pass; None: its micro-batches are computed one by one."""
         kind = self._kind(attempt.group)
         joined = self.known.find(kind)
@@ -199,14 +199,14 @@ class OnePass:
         """Return whether a pass that is known is compared with separate ones again."""
         return SCHEDULE.is_audited(step.number)
 
-    def perform(self, attempt: Attempt) -> None:
+    def perform(self, attempt: PassAttempt) -> None:
         """Compute micro-batches together."""
         try:
             attempt.results = self._compute(attempt)
         except Exception as error:
             attempt.error = error
 
-    def _compute(self, attempt: Attempt) -> PassResults:
+    def _compute(self, attempt: PassAttempt) -> PassResults:
         """Compute micro-batches together.
 
         Raises:
@@ -238,7 +238,7 @@ class OnePass:
         self.run_backward(attempt, leaves, cuts)
         return results
 
-    def begin_forward(self, attempt: Attempt) -> object:
+    def begin_forward(self, attempt: PassAttempt) -> object:
         """Prepare buffers and generators; return the states of the latter, which do not change."""
         if attempt.buffers.slots:
             attempt.buffers.install_copies()
@@ -246,7 +246,7 @@ class OnePass:
         self._scopes.begin_microbatches(attempt.step.number, indices, attempt.forward.seed)
         return self._scopes.read_states()
 
-    def end_forward(self, attempt: Attempt, state: object) -> None:
+    def end_forward(self, attempt: PassAttempt, state: object) -> None:
         """Require that a forward pass has left generators and buffers alone.
 
         Raises:
@@ -262,7 +262,7 @@ class OnePass:
             raise CannotJoin("the model writes buffers")
 
     def run_backward(
-        self, attempt: Attempt, leaves: Sequence[Any], cuts: Sequence[Sequence[Any]]
+        self, attempt: PassAttempt, leaves: Sequence[Any], cuts: Sequence[Sequence[Any]]
     ) -> None:
         """Run backward from the outputs, with the gradients of their parts.
 

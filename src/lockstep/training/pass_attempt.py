@@ -20,8 +20,8 @@ from lockstep.training.grouped_passes import PassResults
 from lockstep.training.pass_plan import CannotJoin, NotedCall
 
 __all__ = [
-    "Attempt",
     "Pass",
+    "PassAttempt",
     "RecordedPass",
     "cut_rows",
     "describe_shapes",
@@ -133,7 +133,7 @@ def _make_read(name: str) -> Callable[..., Any]:
     return read
 
 
-class Attempt:
+class PassAttempt:
     """A pass over several micro-batches, which may fail.
 
     Args:
@@ -243,14 +243,14 @@ def make_recorded(restores: bool, *, keeps: bool, first: RecordedPass | None) ->
     return RecordedPass(load_native().RecordedCalls(restores=restores, keeps=keeps, first=calls))
 
 
-def take_calls(recorded: Attempt) -> list[list[NotedCall]]:
+def take_calls(recorded: PassAttempt) -> list[list[NotedCall]]:
     """Return the operators of the forward and the backward pass."""
     recorded.take()
     passes: list[Any] = [recorded.forward, recorded.backward]
     return [[NotedCall(*call) for call in one.recorded.calls] for one in passes]
 
 
-def list_reads(recorded: Attempt) -> list[tuple[str, torch.Size]]:
+def list_reads(recorded: PassAttempt) -> list[tuple[str, torch.Size]]:
     """Return what the forward and the backward pass have read without an operator."""
     passes: list[Any] = [recorded.forward, recorded.backward]
     return [read for one in passes for read in one.reads]

@@ -27,8 +27,8 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.tree import TreeAccumulator, add_present
 from lockstep.training.grouped_passes import PassResults
 from lockstep.training.pass_attempt import (
-    Attempt,
     Pass,
+    PassAttempt,
     list_names,
     list_reads,
     make_recorded,
@@ -172,7 +172,7 @@ class Trial:
         self,
         known: KnownPasses,
         kind: PassKind,
-        perform: Callable[[Attempt], None],
+        perform: Callable[[PassAttempt], None],
         modules: Mapping[str, nn.Module],
         parameters: Sequence[nn.Parameter],
         step: StepContext,
@@ -188,8 +188,8 @@ class Trial:
         self._buffers = buffers
         self._group = group
         self.is_new = not known.is_known(kind)
-        self.alone: Attempt | None = None
-        self.last: Attempt | None = None
+        self.alone: PassAttempt | None = None
+        self.last: PassAttempt | None = None
         self._losses: list[torch.Tensor] = []
         self._metrics: list[Mapping[str, torch.Tensor]] = []
         self._sums = TreeAccumulator[GradientList](len(group), _add_lists)
@@ -219,9 +219,9 @@ class Trial:
         group: Sequence[Microbatch],
         *,
         restores: bool = True,
-        first: Attempt | None = None,
-        last: Attempt | None = None,
-    ) -> Attempt:
+        first: PassAttempt | None = None,
+        last: PassAttempt | None = None,
+    ) -> PassAttempt:
         """Return a pass over some of the micro-batches, whose operators are recorded.
 
         Args:
@@ -244,7 +244,7 @@ class Trial:
         for attempt in self.list_passes():
             self._perform(attempt)
 
-    def list_passes(self) -> Iterator[Attempt]:
+    def list_passes(self) -> Iterator[PassAttempt]:
         """Yield the passes that have to be computed, and compare the bits of the last one."""
         known = self._known
         watch = StateWatch(self._modules)
@@ -279,7 +279,7 @@ class Trial:
             return  # fewer micro-batches are tried in the next step
         known.keep(self._kind, joined)
 
-    def _plan(self) -> Generator[Attempt, None, JoinedPass | None]:
+    def _plan(self) -> Generator[PassAttempt, None, JoinedPass | None]:
         """Record the passes over one micro-batch and over all; None if they keep too much."""
         group = self._group
         alone = self.alone
@@ -309,9 +309,9 @@ class Trial:
         plan = plan_passes(one, several, len(group), group[0].size, rule)
         return JoinedPass(plan, len(group))
 
-    def _attempt(self, group: Sequence[Microbatch], forward: Pass, backward: Pass) -> Attempt:
+    def _attempt(self, group: Sequence[Microbatch], forward: Pass, backward: Pass) -> PassAttempt:
         """Return a pass over some of the micro-batches."""
-        return Attempt(self._step, self._buffers, group, forward, backward)
+        return PassAttempt(self._step, self._buffers, group, forward, backward)
 
     def _discard(self) -> None:
         discard_results(self._parameters, self._buffers)

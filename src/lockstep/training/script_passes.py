@@ -26,7 +26,7 @@ from lockstep.model.loss_root import LossRoot
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.grouped_passes import PassResults
 from lockstep.training.one_pass import SCHEDULE, OnePass, can_join
-from lockstep.training.pass_attempt import Attempt, cut_rows, run_from_roots
+from lockstep.training.pass_attempt import PassAttempt, cut_rows, run_from_roots
 from lockstep.training.pass_plan import CannotJoin
 from lockstep.training.pass_trial import PassKind, Trial
 from lockstep.training.sample_loop import average
@@ -67,7 +67,7 @@ class ScriptPasses(OnePass):
         """Return what compares separate passes with one; None if it is not due."""
         return None if step.observers else super().begin_trial(step, buffers, group)
 
-    def begin_pass(self, attempt: Attempt) -> ScriptPass:
+    def begin_pass(self, attempt: PassAttempt) -> ScriptPass:
         """Begin a pass, whose forward the script computes."""
         return ScriptPass(self, attempt, self._roots)
 
@@ -86,7 +86,7 @@ class ScriptPass:
         is_begun: Whether the script has to compute the pass.
     """
 
-    def __init__(self, passes: ScriptPasses, attempt: Attempt, roots: LossRoot) -> None:
+    def __init__(self, passes: ScriptPasses, attempt: PassAttempt, roots: LossRoot) -> None:
         self._passes = passes
         self._attempt = attempt
         self._roots = roots
