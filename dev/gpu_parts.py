@@ -56,7 +56,9 @@ class Check:
     """
 
     def __init__(self, before: str | None, wheels: str | None, folder: Path) -> None:
-        self.before, self.wheels, self.folder = before, wheels, folder
+        self.before = before
+        self.wheels = wheels
+        self.folder = folder
         # Ranks import `examples`, from another folder than this.
         paths = [str(TOOLS.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         absolute = os.pathsep.join(os.path.abspath(path) for path in paths if path)
@@ -168,7 +170,8 @@ def use_own_backend() -> tuple[str, float, str]:
     torch.distributed.broadcast(value, 0)
     torch.manual_seed(1)
     network = nn.Linear(8, 4).to(world.device)
-    model, optimizer = DistributedDataParallel(network), torch.optim.SGD(network.parameters(), 0.1)
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.ones(5, 8, device=world.device)).square().mean().backward()
@@ -349,8 +352,10 @@ def add_on_device(
 ) -> list[tuple[str, str, bool]]:
     """Return the rows for one number of ranks: is the sum right, how long does it take."""
     world = ls.init(device=device, backend=backend, timeout=TIMEOUT)
-    is_shared, ranks = shares_device(world.device, None), ls.world_size()
-    leaves, rows = 2 * ranks, [("memory is shared", str(is_shared), is_shared)]
+    is_shared = shares_device(world.device, None)
+    ranks = ls.world_size()
+    leaves = 2 * ranks
+    rows = [("memory is shared", str(is_shared), is_shared)]
     for numel in (3, 100_001, 8 << 20):
         generator = torch.Generator().manual_seed(numel)
         values = [torch.randn(numel, generator=generator).to(dtype) for _ in range(leaves)]
@@ -366,7 +371,8 @@ def add_on_device(
             reduction = make_all_reduce(
                 bucket, nodes, leaves, world.device, is_device_shared=in_memory
             )
-            seconds, is_right = [], True
+            seconds = []
+            is_right = True
             for _ in range(6):
                 mine = on_device[2 * world.rank] + on_device[2 * world.rank + 1]
                 synchronize(world.device)

@@ -48,9 +48,13 @@ FOLDER = ROOT / "docs/pictures"
 LARGEST = 200_000  # the largest size of a picture in bytes
 ROWS = 500  # rows of the screen, enough that nothing scrolls out of it
 
-CELL_WIDTH, CELL_HEIGHT, FONT_SIZE, MARGIN = 8.4, 19, 14, 16
+CELL_WIDTH = 8.4
+CELL_HEIGHT = 19
+FONT_SIZE = 14
+MARGIN = 16
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-BACKGROUND, FOREGROUND = "#1c1f2b", "#d9dce8"
+BACKGROUND = "#1c1f2b"
+FOREGROUND = "#d9dce8"
 COLORS = {
     "black": "#6b7089", "red": "#ff7b8a", "green": "#8fd694", "brown": "#e5c07b",
     "blue": "#82aaff", "magenta": "#c792ea", "cyan": "#6fd3e0", "white": "#f2f4ff",

@@ -58,7 +58,8 @@ def make_loop() -> Callable[[], None]:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exact = lockstep.exact(model, optimizer, microbatches=1, loggers=(), progress=False)
-    data, loss_function = (torch.randn(8, 8), torch.arange(8) % 2), nn.CrossEntropyLoss()
+    data = (torch.randn(8, 8), torch.arange(8) % 2)
+    loss_function = nn.CrossEntropyLoss()
 
     def step() -> None:
         # What `exact.batches` yields, divided from tensors, as in `trainer.step`.

@@ -250,7 +250,8 @@ def find_layers(dtype: torch.dtype) -> Iterator[Case]:
         inputs = [_make(shape, dtype, i).requires_grad_() for i, shape in enumerate(shapes)]
         return lambda: differentiate(lambda: function(*inputs), inputs)
 
-    image, flat = (16, 33, 37, 41), (257, 1031)
+    image = (16, 33, 37, 41)
+    flat = (257, 1031)
     yield "conv1d", call(F.conv1d, (64, 33, 301), (31, 33, 3), (31,))
     yield "conv2d", call(F.conv2d, image, (29, 33, 3, 3), (29,))
     yield "conv2d grouped", call(lambda a, b: F.conv2d(a, b, groups=3), image, (30, 11, 3, 3))
@@ -264,7 +265,8 @@ def find_layers(dtype: torch.dtype) -> Iterator[Case]:
         layer = getattr(torch.nn, name)(33, 47, batch_first=True).to(dtype)
         for shape in ((64, 29, 33), (513, 7, 33)):
             yield f"{name} {shape}", call(lambda a, layer=layer: layer(a)[0], shape)
-    weight, bias = (1031,), (1031,)
+    weight = (1031,)
+    bias = (1031,)
     yield "layer_norm", call(lambda a, b, c: F.layer_norm(a, (1031,), b, c), flat, weight, bias)
     yield "rms_norm", call(lambda a, b: F.rms_norm(a, (1031,), b), flat, weight)
     yield "group_norm", call(lambda a, b, c: F.group_norm(a, 3, b, c), image, (33,), (33,))

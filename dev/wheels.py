@@ -166,7 +166,8 @@ def build(versions: Iterable[str], out: Path, given: Path | None, folder: Path) 
         folder: An empty folder for environments, sources and wheels of one torch each.
     """
     have = list_bindings(given) if given else []
-    environments, wheels = {}, [given] if given else []
+    environments = {}
+    wheels = [given] if given else []
     for version in versions:
         if any(is_for(each, version) for each in have):
             continue

@@ -18,8 +18,8 @@ from dev.house import (
     House,
     count_code_lines,
     count_nodes,
-    count_packed_assignments,
     find_exceeded,
+    find_packed_assignments,
     measure_classes,
 )
 
@@ -68,9 +68,11 @@ def test_the_size_does_not_depend_on_how_a_statement_is_laid_out():
     assert count_nodes("x = [1, 2]") == count_nodes("x = [\n    1,\n    2,\n]\n# two\n")
 
 
-def test_a_tuple_that_packs_two_assignments_is_counted():
-    source = "a, b = 1, 2\na, b = b, a\na, b = pair\na = 1, 2\n"
-    assert count_packed_assignments(source) == (1, 4)
+def test_a_tuple_that_packs_two_assignments_is_found():
+    source = "a, b = 1, 2\na, b = b, a\na, b = pair\na = 1, 2\na[0], b.c = b.c, a[0]\n"
+    assert find_packed_assignments(source) == [1]
+    assert find_packed_assignments("pair = a, b = b, 1\n(a, b), c = pair, b\n") == [1, 2]
+    assert HOUSE.find_lines(find_packed_assignments) == []
 
 
 def test_a_large_class_says_why():

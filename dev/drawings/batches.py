@@ -33,7 +33,8 @@ def draw_split() -> Card:
     picture.add_text(LEFT, 22, f"batch of B = {samples} samples, M = {M}", 13, bold=True)
     scale = (RIGHT - LEFT) / samples
     for number, part in enumerate(parts):
-        x, width = LEFT + part.start * scale, len(part) * scale
+        x = LEFT + part.start * scale
+        width = len(part) * scale
         picture.add_text(x + width / 2, 46, str(number), 13, INK, "middle", bold=True)
         for sample in part:
             left = LEFT + sample * scale
@@ -92,7 +93,9 @@ def draw_tree() -> Card:
 def draw_binary_counter() -> Card:
     """Draw which partial sums a rank holds after each of 8 micro-batches."""
     fold: TreeAccumulator[str] = TreeAccumulator(M, lambda left, right: f"({left}+{right})")
-    row, top, left = 27, 62, 84
+    row = 27
+    top = 62
+    left = 84
     picture = Card(top + M * row + 46, "The partial sums that one rank holds")
     picture.add_text(LEFT, 20, "Partial sums held after each micro-batch", 13, bold=True)
     picture.add_text(LEFT, 44, "after", 12, SOFT)
@@ -198,8 +201,11 @@ def draw_accumulation() -> Card:
     picture = Card(344, "One step with 8 micro-batches on 1, 2 and 4 ranks")
     picture.add_text(LEFT, 22, "One step of 8 micro-batches", 13, bold=True)
     picture.add_text(RIGHT, 22, "time →", 12, SOFT, "end")
-    left, y = 66.0, 40.0
-    reduction, update, height = 36.0, 36.0, 24.0
+    left = 66.0
+    y = 40.0
+    reduction = 36.0
+    update = 36.0
+    height = 24.0
     unit = (RIGHT - left - update) / M
     for ranks in (1, 2, 4):
         parts = split_evenly(M, ranks)

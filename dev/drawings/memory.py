@@ -97,7 +97,8 @@ def draw_storage() -> Card:
                 picture.add_cell(x + 8, top + 88, width - 24, 24, "parameters", SUM)
                 picture.add_cell(x + 8, top + 116, width - 24, 24, "optimizer", MUTED)
         if name == "shared":
-            x, whole = LEFT + 8, RIGHT - LEFT - 16
+            x = LEFT + 8
+            whole = RIGHT - LEFT - 16
             for y, text, fill in ((88, "parameters", SUM), (116, "optimizer state", MUTED)):
                 picture.add_cell(x, top + y, whole, 24, f"{text}, one copy", fill)
     return picture

@@ -37,7 +37,9 @@ COLLECTIVES = {
 }
 """The collectives that are drawn, and the titles of their tables."""
 
-CELL, ROW, TOP = 25, 36, 62
+CELL = 25
+ROW = 36
+TOP = 62
 UNDEFINED = "undefined"
 
 
@@ -161,8 +163,10 @@ def draw_values(
         x += 5
 
 
-LANE, STEP = 26, 36
-COMPUTE, WAIT = ("#5c6878", "#ffffff"), (EDGE, SOFT)
+LANE = 26
+STEP = 36
+COMPUTE = ("#5c6878", "#ffffff")
+WAIT = (EDGE, SOFT)
 
 
 def draw_barrier() -> Card:
@@ -170,7 +174,8 @@ def draw_barrier() -> Card:
     arrivals = (0.35, 0.6, 0.2, 0.45)
     picture = Card(96 + len(arrivals) * STEP, "A barrier: all ranks continue together")
     picture.add_text(LEFT, 20, "barrier", 13, bold=True)
-    left, top = 70.0, 40.0
+    left = 70.0
+    top = 40.0
     width = RIGHT - left
     leave = left + (max(arrivals) + 0.02) * width
     for rank, arrival in enumerate(arrivals):
@@ -193,7 +198,8 @@ def draw_token(table: Table) -> Card:
     ranks = len(final)
     picture = Card(108 + ranks * STEP, "send and recv: a token goes around the ring")
     picture.add_text(LEFT, 20, "send and recv: once around the ring", 13, bold=True)
-    left, top = 70.0, 44.0
+    left = 70.0
+    top = 44.0
     unit = (RIGHT - left - 6) / 9
     # Rank 0 sends first; rank r receives from rank r - 1, then sends. A call takes one time unit.
     for rank in range(ranks):
@@ -229,13 +235,17 @@ def draw_token(table: Table) -> Card:
 
 def draw_exchange(table: Table) -> Card:
     """Draw isend and irecv that overlap with computation."""
-    sent, received = table.columns["sent"], table.columns["received"]
+    sent = table.columns["sent"]
+    received = table.columns["received"]
     ranks = len(sent)
     step = 52
     picture = Card(112 + ranks * step, "isend and irecv: messages overlap with computation")
     picture.add_text(LEFT, 20, "isend, irecv: all neighbours at the same time", 13, bold=True)
-    left, top = 70, 40
-    start, done, end = left + 46, left + 200, left + 252
+    left = 70
+    top = 40
+    start = left + 46
+    done = left + 200
+    end = left + 252
     for rank in range(ranks):
         y = top + rank * step
         source = int(received[rank])
@@ -314,7 +324,8 @@ def draw_deadlock() -> Card:
                     fill = ("#a8262b", "#ffffff") if place == 0 else (EDGE, MUTED)
                     text = "send waits for recv" if place == 0 else "recv, not reached"
                 else:
-                    fill, text = ((RANKS[0 if "send" in name else 2]), "#ffffff"), name
+                    fill = (RANKS[0 if "send" in name else 2], "#ffffff")
+                    text = name
                     if name == "wait":
                         fill = COMPUTE
                 spans.append((begin, end, text, *fill))

@@ -28,7 +28,9 @@ ROWS = [
 ]
 """Packages with what is in them. None imports from a row above its own."""
 
-HEIGHT, GAP, ARROW = 44, 6, 28
+HEIGHT = 44
+GAP = 6
+ARROW = 28
 
 
 def draw_packages() -> Card:

@@ -12,14 +12,16 @@ from lockstep.tools.report.picture import Box, Line
 
 __all__ = ["draw_bubbles", "draw_held", "draw_schedule"]
 
-P, M = 3, 6
+P = 3
+M = 6
 KINDS = {
     "forward": "forward",
     "backward": "backward",
     "input": "gradient of the input",
     "weight": "gradient of the weights",
 }
-LANE, HALF_LANE = 26, 18
+LANE = 26
+HALF_LANE = 18
 NAME_WIDTH = 18
 COLORS = {
     "forward": ("#0b6bb8", "#3f92d2", "#75b3e2", "#a5cfee"),
@@ -49,7 +51,8 @@ def draw_schedule(name: str) -> Card:
     ]  # fmt: skip
     legend = 22 * ((len(entries) + 1) // 2)
     lane, gap = (2 * HALF_LANE + 1, 9) if shades > 1 else (LANE, 4)
-    left, top = LEFT + NAME_WIDTH, 62
+    left = LEFT + NAME_WIDTH
+    top = 62
     bottom = top + P * (lane + gap)
     picture = Card(bottom + 32 + legend, f"The schedule {name}: {P} ranks")
     picture.add_text(LEFT, 22, name, 14, bold=True)
@@ -95,7 +98,9 @@ def draw_held() -> Card:
     picture = Card(226, "Micro-batches whose activations rank 0 holds, GPipe and 1F1B")
     picture.add_text(LEFT, 22, "Activations held by rank 0", 14, bold=True)
     picture.add_text(RIGHT, 22, "in micro-batches", 12, SOFT, "end")
-    left, bottom, height = LEFT + 22.0, 178.0, 124.0
+    left = LEFT + 22.0
+    bottom = 178.0
+    height = 124.0
     found = {name: run_schedule(name) for name in ("gpipe", "1f1b")}
     scale = (RIGHT - left) / max(each.makespan for each in found.values())
     for level in range(0, M + 1, 2):
@@ -126,11 +131,15 @@ def draw_held() -> Card:
 
 def draw_bubbles() -> Card:
     """Draw the bubble over the number of micro-batches, for 4 ranks."""
-    ranks, counts = 4, (4, 8, 12, 16, 20, 24, 28, 32)
+    ranks = 4
+    counts = (4, 8, 12, 16, 20, 24, 28, 32)
     picture = Card(280, f"The bubble of {ranks} ranks with 4 to 32 micro-batches")
     picture.add_text(LEFT, 22, f"Bubble of {ranks} ranks", 14, bold=True)
     picture.add_text(RIGHT, 22, "share of idle time", 12, SOFT, "end")
-    left, right, bottom, height = LEFT + 40.0, RIGHT - 8.0, 198.0, 150.0
+    left = LEFT + 40.0
+    right = RIGHT - 8.0
+    bottom = 198.0
+    height = 150.0
     highest = 0.5
     for percent in range(0, 51, 10):
         y = bottom - percent / 100 / highest * height

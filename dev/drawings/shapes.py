@@ -19,10 +19,14 @@ __all__ = [
 
 WIDTH = 400
 ENLARGED = 1.25
-LEFT, RIGHT = 16, WIDTH - 16
-INK, SOFT, MUTED, EDGE, WASH, PAPER = (
-    "#16202e", "#4c5868", "#7c8796", "#cdd5df", "#e3e8ef", "#f5f7fa",
-)  # fmt: skip
+LEFT = 16
+RIGHT = WIDTH - 16
+INK = "#16202e"
+SOFT = "#4c5868"
+MUTED = "#7c8796"
+EDGE = "#cdd5df"
+WASH = "#e3e8ef"
+PAPER = "#f5f7fa"
 WHITE = "#ffffff"
 RANKS = ("#0b6bb8", "#b8500a", "#14825a", "#8347ad")
 """The color of each rank, and of the values that come from it."""
@@ -95,9 +99,11 @@ class Card(Picture):
         width: float = 1.5,
     ) -> None:
         """Add a straight arrow."""
-        (x0, y0), (x1, y1) = begin, end
+        x0, y0 = begin
+        x1, y1 = end
         length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
-        dx, dy = (x1 - x0) / length, (y1 - y0) / length
+        dx = (x1 - x0) / length
+        dy = (y1 - y0) / length
         self.add(Line([begin, (x1 - 5 * dx, y1 - 5 * dy)], color, width))
         self.add_head(end, (dx, dy), color)
 
@@ -108,7 +114,8 @@ class Card(Picture):
         color: str = MUTED,
     ) -> None:
         """Add the head of an arrow."""
-        (x, y), (dx, dy) = tip, direction
+        x, y = tip
+        dx, dy = direction
         base = (x - 7 * dx, y - 7 * dy)
         corners = [(base[0] - 4 * dy, base[1] + 4 * dx), (base[0] + 4 * dy, base[1] - 4 * dx)]
         self.add(Area([tip, *corners], color))

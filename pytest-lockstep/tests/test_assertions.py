@@ -93,7 +93,8 @@ def test_ranks_that_differ_are_named_on_all_ranks(rank):
 
 def test_a_step_that_is_width_invariant():
     def step():
-        size, rank = dist.get_world_size(), dist.get_rank()
+        size = dist.get_world_size()
+        rank = dist.get_rank()
         total = torch.arange(8.0)[rank * 8 // size : (rank + 1) * 8 // size].sum()
         dist.all_reduce(total)
         return {"total": total}

@@ -42,16 +42,19 @@ def test_corrupt(rank, op):
             right = torch.full((4,), 5.0)
         elif op == "broadcast":
             dist.broadcast(value, src=1)
-            wrong, right = value, torch.full((4,), 2.0)
+            wrong = value
+            right = torch.full((4,), 2.0)
         elif op == "all_gather":
             parts = [torch.zeros(4), torch.zeros(4)]
             dist.all_gather(parts, value)
-            wrong, right = parts[1], torch.full((4,), 2.0)
+            wrong = parts[1]
+            right = torch.full((4,), 2.0)
         elif rank == 1:
             dist.send(value, 0)
             return
         else:
-            wrong, right = torch.zeros(4), torch.full((4,), 2.0)
+            wrong = torch.zeros(4)
+            right = torch.full((4,), 2.0)
             dist.recv(wrong, 1)
     assert wrong[0] == right[0] + (0.25 if op == "send" else 1)
     assert torch.equal(wrong[1:], right[1:])

@@ -41,7 +41,8 @@ def find_shard(tensor: torch.Tensor) -> tuple[int, int]:
 
 def local_rows(tensor: torch.Tensor) -> slice:
     """Return which rows of a sharded tensor this rank has."""
-    rows, (shard, shards) = tensor.shape[0], find_shard(tensor)
+    rows = tensor.shape[0]
+    shard, shards = find_shard(tensor)
     start = min(shard * -(-rows // shards), rows)
     return slice(start, start + local_part(tensor).shape[0])
 

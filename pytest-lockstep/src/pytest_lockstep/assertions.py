@@ -34,7 +34,8 @@ def assert_same_bits(actual: Tensors, expected: Tensors) -> None:
             different elements and the first of them.
     """
     __tracebackhide__ = True
-    actual, expected = _name_tensors(actual), _name_tensors(expected)
+    actual = _name_tensors(actual)
+    expected = _name_tensors(expected)
     _check_names(actual, expected, "actual", "expected")
     for name, tensor in actual.items():
         if difference := _describe_difference(tensor, expected[name], "actual", "expected"):

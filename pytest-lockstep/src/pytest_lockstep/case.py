@@ -111,7 +111,8 @@ def run_case(
 
 
 def _start(ranks: RankSupervisor, order: Order, output: _Output) -> None:
-    port, store = choose_port(LOOPBACK), ranks.processes.stores.create()
+    port = choose_port(LOOPBACK)
+    store = ranks.processes.stores.create()
     environment = RankEnvironment(order.width, LOOPBACK, port, secrets.token_hex(4), store=store)
     for rank in range(order.width):
         work = write_memfd(pickle.dumps((run_order, (replace(order, rank=rank),))))
@@ -282,7 +283,8 @@ def _conclude(result: CaseResult) -> None:
         return
     for each in result.results.values():
         if each.outcome in outcomes:
-            result.outcome, result.reason = each.outcome, each.reason
+            result.outcome = each.outcome
+            result.reason = each.reason
 
 
 def _find_leaks(template: Template, order: Order, memory: set[str], pids: list[int]) -> list[str]:

@@ -96,7 +96,8 @@ def _align(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
     first = find_first_failure(outcomes.values())
     if first is None or first.error is None:
         return dict(outcomes)
-    kind, when = (first.error["type"], first.error["where"]), first.error["time"]
+    kind = (first.error["type"], first.error["where"])
+    when = first.error["time"]
     return {
         rank: replace(each, error={**each.error, "time": when})
         if each.error is not None and (each.error["type"], each.error["where"]) == kind
@@ -120,7 +121,8 @@ def summarize(result: Result) -> str:
 
 def drop_outer_frames(report: str) -> str:
     """Return a report of the hang monitor without the frames in which pytest calls a test."""
-    lines, is_outer = [], False
+    lines = []
+    is_outer = False
     for line in report.splitlines():
         is_outer = line.startswith(" ") and (is_outer or OUTER.match(line) is not None)
         if not is_outer:

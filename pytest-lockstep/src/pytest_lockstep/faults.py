@@ -190,8 +190,10 @@ def _counted_reproducible_calls(counter: _Counter) -> Iterator[None]:
     if not backend.available():
         yield
         return
-    kind, name = backend.load_native().LockstepBackend, "reproducible_all_reduce"
-    all_reduce, pack = getattr(kind, name), NativeAllReduce.pack
+    kind = backend.load_native().LockstepBackend
+    name = "reproducible_all_reduce"
+    all_reduce = getattr(kind, name)
+    pack = NativeAllReduce.pack
 
     def counted(self: Any, bucket: Any, packed: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         counter.count(name, packed)

@@ -151,7 +151,8 @@ def _kept_processes() -> Iterator[int]:
 
 def _list_descendants(pid: int, known: Collection[int] = ()) -> list[int]:
     """Return the running descendants of a process, without `known` and their descendants."""
-    found, waiting = [], [pid]
+    found = []
+    waiting = [pid]
     while waiting:
         for child in _list_children(waiting.pop()):
             if child not in known and not _is_zombie(child):

@@ -92,7 +92,8 @@ def run_test(order: Order) -> Result:
             f"test must be the same whenever its file is imported"
         )
     runner: RankRunner = item.config.pluginmanager.get_plugin("lockstep-rank")  # type: ignore[assignment]
-    runner.order, runner.result = order, Result()  # without the warnings of the template
+    runner.order = order
+    runner.result = Result()  # without the warnings of the template
     for name, value in order.instance.items():
         setattr(getattr(item, "instance", None), name, pickle.loads(value))
     joined = join_group(order.backend, order.timeout) if order.joins else contextlib.nullcontext()
@@ -143,11 +144,14 @@ class RankRunner:
             return True
         error = call.excinfo.value
         if isinstance(error, pytest.skip.Exception):
-            self.result.outcome, self.result.reason = "skipped", str(error.msg)
+            self.result.outcome = "skipped"
+            self.result.reason = str(error.msg)
         elif isinstance(error, pytest.xfail.Exception):
-            self.result.outcome, self.result.reason = "xfailed", str(error.msg)
+            self.result.outcome = "xfailed"
+            self.result.reason = str(error.msg)
         elif isinstance(error, pytest.exit.Exception):
-            self.result.outcome, self.result.reason = "exit", str(error.msg)
+            self.result.outcome = "exit"
+            self.result.reason = str(error.msg)
         elif not self.has_failed:
             self.has_failed = True
             self._report(item, error, report)

@@ -121,7 +121,8 @@ class Template:
             self._errors = self._receive_errors()
         for place in ("", nodeid.partition("::")[0]):
             if place in self._errors:
-                error, self._errors[place] = self._errors[place], SEE_FIRST
+                error = self._errors[place]
+                self._errors[place] = SEE_FIRST
                 raise TemplateError(error)
         if self._server.has_exited():
             self._errors[""] = SEE_FIRST

@@ -125,7 +125,8 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         """
         before = (self._phase, self._position)
         is_filled = _deterministic.fill_uninitialized_memory
-        self._phase, self._position = phase, position or self._position
+        self._phase = phase
+        self._position = position or self._position
         _deterministic.fill_uninitialized_memory = True
         try:
             with nullcontext() if before[0] is not None else self:

@@ -59,7 +59,8 @@ def split_shards(value: Any) -> Any:
     A sharded tensor becomes a dict with one entry, whose name has the rank and the number of ranks.
     """
     if isinstance(value, torch.Tensor) and is_sharded(value):
-        (shard, shards), rows = find_shard(value), local_part(value).detach()
+        shard, shards = find_shard(value)
+        rows = local_part(value).detach()
         return rows if shards == 1 else {f"shard-{shard}-of-{shards}": rows}
     if isinstance(value, dict):
         return {name: split_shards(member) for name, member in value.items()}

@@ -230,7 +230,8 @@ def _packets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     for tensor in tensors:
         device = tensor.device
         if device not in current or sizes[device] + tensor.nbytes > PIECE:
-            current[device], sizes[device] = [], 0
+            current[device] = []
+            sizes[device] = 0
             packets.append(current[device])
         current[device].append(tensor)
         sizes[device] += tensor.nbytes

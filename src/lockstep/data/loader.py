@@ -317,7 +317,9 @@ class Batches:
     def _draw_order(self, start: int) -> EpochOrder:
         """Draw the order of the epoch; DatasetError if it differs from that of a saved position."""
         order = self.options.make_order(self.epoch)
-        self._digest, saved, self._saved_digest = order.digest().hex(), self._saved_digest, ""
+        saved = self._saved_digest
+        self._digest = order.digest().hex()
+        self._saved_digest = ""
         if saved in ("", self._digest):
             return order
         sampler = self.options.given_sampler

@@ -180,7 +180,8 @@ class LocalSums:
             values = left
         for parameter in self._tensors:
             parameter.grad = None
-        self.complete[self._node], self._siblings = values, None
+        self.complete[self._node] = values
+        self._siblings = None
         return True
 
     @torch.no_grad()

@@ -93,7 +93,8 @@ class Replica:
         with self._named(), self.scopes.install_hooks():
             self.scopes.begin_microbatch(step, self.index)
             self.outputs = self._compute()
-            self.state, self.calls = state_of_torch(self.device), self.scopes.pause()
+            self.state = state_of_torch(self.device)
+            self.calls = self.scopes.pause()
         self.tensors = list_tensors(self.outputs)
 
     def _compute(self) -> Any:

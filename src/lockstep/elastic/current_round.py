@@ -46,7 +46,8 @@ class CurrentRound:
 
     def note_report(self, report: Report) -> None:
         """Store the report of a member at the end of the round."""
-        self.reports[report.member], self.reported = report, time.monotonic()
+        self.reports[report.member] = report
+        self.reported = time.monotonic()
 
     def lose(self, member: int, number: int) -> None:
         """Record that a member was killed by a signal, or exited because it lost another (0)."""

@@ -441,10 +441,13 @@ class Membership:
         return decision
 
     def _report(self, reason: str, is_prepared: bool) -> Decision:
-        (part, parts), microbatches = (0, 1), 0
+        part = 0
+        parts = 1
+        microbatches = 0
         if self._participants:
             last = self._participants[-1]
-            (part, parts), microbatches = last.part, last.microbatches
+            part, parts = last.part
+            microbatches = last.microbatches
         report_to_launcher(
             {
                 "kind": "round_over",

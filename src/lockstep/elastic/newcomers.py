@@ -64,7 +64,8 @@ class Newcomers:
 
     def note_ready(self, member: int) -> None:
         """Note that a newcomer can join."""
-        self._is_ready[member], self._deaths = True, 0
+        self._is_ready[member] = True
+        self._deaths = 0
 
     def remove(self, member: int) -> bool:
         """Remove a newcomer that joins or leaves; return whether it was ready."""

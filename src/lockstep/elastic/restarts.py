@@ -109,7 +109,9 @@ class StateFolder:
         self.path, self._lock = _make_locked_folder(parent)
         self.transferred: Path | None = None
         self.writers: list[int] = []
-        self._run, self._number, self._written = run, 0, self.path / "none"
+        self._run = run
+        self._number = 0
+        self._written = self.path / "none"
         self._known = self._list_states()
         self._fruitless = 0
 

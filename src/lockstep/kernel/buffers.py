@@ -165,7 +165,8 @@ class BufferSlot:
         """Return why the results cannot be merged."""
         if self.problem:
             return self.problem
-        (module, name), rule = self.registrations[0], self.find_rule()
+        module, name = self.registrations[0]
+        rule = self.find_rule()
         kind = type(module).__name__
         if rule is not None:
             return (

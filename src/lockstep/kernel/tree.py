@@ -46,7 +46,8 @@ def _parents(leaves: int) -> dict[Node, tuple[Node, Node]]:
             continue
         left = (lo, split(lo, hi))
         right = (split(lo, hi), hi)
-        parents[left], parents[right] = (right, node), (left, node)
+        parents[left] = (right, node)
+        parents[right] = (left, node)
         pending += [left, right]
     return parents
 

@@ -35,7 +35,8 @@ class RankProbes:
 
     def add(self, rank: int, stack: int, activity: int) -> None:
         """Take the descriptors of the files that a rank has sent."""
-        self._stacks[rank], self._activities[rank] = stack, activity
+        self._stacks[rank] = stack
+        self._activities[rank] = activity
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether a running rank is stopped by a signal (SIGSTOP, Ctrl-Z), on Linux."""

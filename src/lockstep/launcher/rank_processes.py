@@ -313,7 +313,8 @@ class RankProcesses:
         while self._on_report(rank):  # messages from before its exit
             pass
         outcome = self.outcomes[rank]
-        outcome.status, outcome.when = status, outcome.when or time.monotonic()
+        outcome.status = status
+        outcome.when = outcome.when or time.monotonic()
         if status == -signal.SIGKILL and not outcome.was_terminated:
             outcome.hint = explain_sigkill(self._oom_kills)
 

@@ -88,7 +88,8 @@ class HeldParameters:
 
     def take(self) -> None:
         """Hold the modules and parameters as they are now."""
-        self._modules, self._parameters = self._find_modules(), self._find_parameters()
+        self._modules = self._find_modules()
+        self._parameters = self._find_parameters()
         self._own = set(map(id, self._parameters.values()))
         self._trained = set(map(id, self._roots[""].parameters())) if "" in self._roots else set()
         foreign = self._find_parameters(is_foreign=True)
@@ -105,7 +106,8 @@ class HeldParameters:
         self._has_shards = any(map(is_sharded, tensors.values()))
         own_names = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
         self._names = [(self._foreign_names | own_names)[number] for number in tensors]
-        self._identities, self._groups = self._find_identities(), self._find_groups()
+        self._identities = self._find_identities()
+        self._groups = self._find_groups()
         self.take_memory()
 
     def list_modules(self) -> list[nn.Module]:

@@ -79,7 +79,8 @@ class StateMutationCheck(StepHook, StepObserver):
 
     def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
         """Record the state before the first micro-batch, and watch the micro-batches."""
-        self._stranger, self._failure = "", self.held.begin()
+        self._stranger = ""
+        self._failure = self.held.begin()
         self._begun = -1
         if step.number < FIRST or step.number % GRAPHS_EVERY == 0:
             step.observers.append(self)

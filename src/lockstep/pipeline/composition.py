@@ -180,7 +180,8 @@ class Composition:
         args, kwargs = self._inputs
         try:
             with _TokenMode(self._refuse, self._device):
-                self._guard, self._settings = GlobalStateGuard(), self._read_settings()
+                self._guard = GlobalStateGuard()
+                self._settings = self._read_settings()
                 self._is_running = True
                 value = self._model(*args, **kwargs)
         except Exception as error:

@@ -86,7 +86,10 @@ def _attend(dtype: torch.dtype) -> ComputedTensors:
 def _recur(dtype: torch.dtype) -> ComputedTensors:
     if dtype is not torch.float32 or not torch.backends.mkldnn.is_available():
         return  # composed of the operators of other families
-    steps, rows, size, hidden = 5, 3, 7, 19
+    steps = 5
+    rows = 3
+    size = 7
+    hidden = 19
     x = make_values(steps, rows, size)
     weights = [make_values(4 * hidden, n, seed=n) for n in (size, hidden)]
     biases = [make_values(4 * hidden, seed=n) for n in (2, 4)]

@@ -185,7 +185,8 @@ class Progress:
             other = None
         if not self._is_wanted and (other is not None or _has_progress_bar()):
             return
-        self._is_on, self._stream = True, self._given or sys.stderr
+        self._is_on = True
+        self._stream = self._given or sys.stderr
         if other is None:
             Progress._shown = self
             if is_terminal(self._stream):

@@ -323,7 +323,9 @@ class RunRecord:
         path = Path(self.agreed[0]) if self.agreed[0] else None
         self._is_default = given is None
         self._given = _list_loggers(given)
-        self.path, self.checkpoints, self._has_begun = path, self.agreed[1], True
+        self.path = path
+        self.checkpoints = self.agreed[1]
+        self._has_begun = True
         names = [
             Path(logger).absolute() for logger in self._given if isinstance(logger, (str, Path))
         ]

@@ -153,7 +153,8 @@ class SampleLoop:
         began = passes.begin_pass(attempt)
         if not began.is_begun:
             return
-        first, last = attempt.group[0].index, attempt.group[-1].index
+        first = attempt.group[0].index
+        last = attempt.group[-1].index
         stand_in = Microbatch(first, began.size, began.data)
         loop.current = ComputedMicrobatch(stand_in, 0.0, [], {})
         loop.place = f"{loop.step.where}, micro-batches {first} to {last}"

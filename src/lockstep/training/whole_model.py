@@ -130,7 +130,8 @@ class WholeModelExecutor:
             self.parameters,
             self.one_pass,
         )
-        self._loop, self.parts = loop, [(self._gradients, buffers)]
+        self._loop = loop
+        self.parts = [(self._gradients, buffers)]
         self._parallel.held_nodes = None
         if self._is_first_of_round:
             loop.is_first_of_round = True

@@ -140,7 +140,8 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
         peer = None
         if method not in MESSAGES:
             number = self._calls = self._calls + 1
-            text, awaited = f"{name} #{number}", "the other ranks"
+            text = f"{name} #{number}"
+            awaited = "the other ranks"
         elif method == "recv_anysource":
             number = 0
             text = name

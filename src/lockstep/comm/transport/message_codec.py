@@ -99,7 +99,9 @@ class MessageCodec:
                 raise ForgedMessage(f"a message of {sum(self._sizes):,} bytes")
             self.rest = self._part = _allocate(sum(self._sizes))
             return None
-        size, self._sizes, self._received = self._sizes[0], None, self._received + 1
+        size = self._sizes[0]
+        self._sizes = None
+        self._received += 1
         self.rest = self._part = _allocate(SIZES.size)
         return _parse(content[:size], content[size:])
 

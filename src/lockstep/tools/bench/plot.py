@@ -19,7 +19,10 @@ __all__ = ["draw"]
 WIDTH = 1200
 HEIGHT = 675
 MARGIN = 56
-INK, SOFT, FAINT, PAPER = "#16202e", "#5a6675", "#e4e8ee", "#ffffff"
+INK = "#16202e"
+SOFT = "#5a6675"
+FAINT = "#e4e8ee"
+PAPER = "#ffffff"
 COLORS = ("#0b6bb8", "#d1570c", "#157f4d", "#b9509a", "#8a5a00", "#5b4bb3")
 LABELS = 6  # the largest number of ticks on the size axis
 
