@@ -32,6 +32,7 @@ LIMITS = {
     "code lines in csrc": 10_900,
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments": 0,
+    "joined assignments to attributes": 0,
     "imports per module": 5.0,
     "kernel: nodes": 20_100,
     "kernel: modules reached": 0,
@@ -105,6 +106,19 @@ def find_packed_assignments(source: str) -> list[int]:
             if isinstance(target, ast.Tuple) and sorted(map(ast.unparse, target.elts)) != given:
                 packed.append(node.lineno)
     return packed
+
+
+def find_joined_assignments(source: str) -> list[int]:
+    """Return the lines whose assignment to an attribute or an item is chained or starred."""
+    joined = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Assign):
+            continue
+        parts = [part for target in node.targets for part in ast.walk(target)]
+        stored = {type(part) for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)}
+        if stored & {ast.Attribute, ast.Subscript}:
+            joined += [node.lineno] * (len(node.targets) > 1 or ast.Starred in stored)
+    return joined
 
 
 def count_cpp_lines(source: str) -> int:
@@ -281,6 +295,7 @@ class House:
             "code lines in csrc": sum(count_cpp_lines(path.read_text()) for path in cpp),
             "nodes per code line": round(nodes / lines, 2),
             "tuple-to-tuple assignments": len(self.find_lines(find_packed_assignments)),
+            "joined assignments to attributes": len(self.find_lines(find_joined_assignments)),
             "imports per module": round(edges / len(self.imports), 2),
             "kernel: nodes": sum(self.nodes[name] for name in kernel),
             "kernel: modules reached": len(self.find_closure(kernel) - kernel),
@@ -354,6 +369,7 @@ def main(arguments: list[str]) -> int:
         attributes = len(size.attributes)
         print(f"{module}.{size.name}: {methods} methods, {attributes} attributes{note}")
     print("tuple-to-tuple assignments:", ", ".join(house.find_lines(find_packed_assignments)))
+    print("joined assignments:", ", ".join(house.find_lines(find_joined_assignments)))
     files, classes = house.list_repeated_names()
     print(f"repeated file names: {', '.join(files)}\nrepeated class names: {', '.join(classes)}")
     return 0

@@ -121,7 +121,8 @@ def merge(wheels: Sequence[Path], out: Path) -> Path:
     record = next(name for name in members if name.endswith(".dist-info/RECORD"))
     info, _ = members.pop(record)
     out.mkdir(parents=True, exist_ok=True)
-    with ZipFile(merged := out / wheels[0].name, "w", ZIP_DEFLATED) as file:
+    merged = out / wheels[0].name
+    with ZipFile(merged, "w", ZIP_DEFLATED) as file:
         for each, content in members.values():
             file.writestr(each, content)
         contents = {name: content for name, (_, content) in members.items()}
@@ -172,7 +173,8 @@ def build(versions: Iterable[str], out: Path, given: Path | None, folder: Path) 
         if any(is_for(each, version) for each in have):
             continue
         print(f"torch {version}: making an environment", flush=True)
-        environments[version] = python = _make_environment(version, folder / f"torch-{version}")
+        python = _make_environment(version, folder / f"torch-{version}")
+        environments[version] = python
         print(f"torch {version}: building", flush=True)
         wheels.append(_build_one(version, python, folder))
     merged = merge(wheels, out)

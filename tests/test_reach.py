@@ -19,6 +19,7 @@ from dev.house import (
     count_code_lines,
     count_nodes,
     find_exceeded,
+    find_joined_assignments,
     find_packed_assignments,
     measure_classes,
 )
@@ -73,6 +74,13 @@ def test_a_tuple_that_packs_two_assignments_is_found():
     assert find_packed_assignments(source) == [1]
     assert find_packed_assignments("pair = a, b = b, 1\n(a, b), c = pair, b\n") == [1, 2]
     assert HOUSE.find_lines(find_packed_assignments) == []
+
+
+def test_a_chained_or_starred_assignment_to_an_attribute_or_an_item_is_found():
+    joined = ["self.a = b = 1", "a.b = c, d = e", "*a, self.b = c", "a = b[c] = d"]
+    plain = ["a = b = 1", "*a, b = c", "self.a, self.b = c", "a[(*b, c)] = d", "self.a = 1"]
+    assert find_joined_assignments("\n".join([*joined, *plain])) == [1, 2, 3, 4]
+    assert HOUSE.find_lines(find_joined_assignments) == []
 
 
 def test_a_large_class_says_why():

@@ -141,7 +141,8 @@ class Audit(StepHook):
         if not is_due or batch is None or step.parallel.stages > 1:
             return None
         self._microbatches: dict[int, Microbatch] = {}
-        self._trace = self._watch = None
+        self._trace = None
+        self._watch = None
         if self._mode == "vote":
             self._watch = StateWatch(self._modules)
             self._watch.begin()

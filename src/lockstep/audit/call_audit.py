@@ -144,7 +144,8 @@ class CallAudit:
     @property
     def _is_chosen(self) -> bool:
         """Whether the micro-batch that is being computed is repeated later."""
-        return (position := self._position()) is not None and position[0] == self._chosen
+        position = self._position()
+        return position is not None and position[0] == self._chosen
 
     def refuse(self, reason: str) -> None:
         """Do not audit the current micro-batch, if it was chosen, and say why."""

@@ -161,7 +161,8 @@ os.register_at_fork(after_in_child=lambda: _replace_page(mmap.mmap(-1, PAGE_BYTE
 def publish(text: str, state: int = State.COMPUTING) -> None:
     """Publish what this process begins: a computation, or a wait of its main thread."""
     page = _page
-    page.number.value = number = page.number.value + 1
+    number = page.number.value + 1
+    page.number.value = number
     now = time.monotonic_ns()
     offset = (number & 1) * ENTRY_BYTES
     body = text.encode(errors="replace")

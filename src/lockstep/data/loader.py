@@ -184,8 +184,10 @@ class Batches:
                     f"the saved position belongs to {name.replace('_', ' ')} {saved}, "
                     f"but these batches have {here}"
                 )
-        self.position = self.start = int(state["position"])
-        self._digest = self._saved_digest = state.get("order", "")
+        self.position = int(state["position"])
+        self.start = self.position
+        self._digest = state.get("order", "")
+        self._saved_digest = self._digest
 
     def enter_share(self, share: ReplicaShare, rank: int) -> None:
         """Load the micro-batches of another share from now on; the order does not change."""

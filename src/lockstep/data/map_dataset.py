@@ -197,7 +197,8 @@ class MapSource(Dataset[LoadedItem]):
 
         def load(position: int) -> Any:
             index = names[positions.index(position)]
-            sample = loaded[position] = self._sample(index, seeds[position])
+            sample = self._sample(index, seeds[position])
+            loaded[position] = sample
             return sample
 
         return check_samples(load, positions, names, self.dataset)

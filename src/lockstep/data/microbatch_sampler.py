@@ -269,7 +269,8 @@ class MicrobatchSampler(Sampler[list[int]]):
         self._share = share
         self._is_random = type(dataset) is not TensorDataset
         self._consumers: list[MicrobatchConsumer] = []
-        self.epoch = self.start = 0
+        self.epoch = 0
+        self.start = 0
         self.has_random_collate = True
         self._finished = -1
         self._has_warned = False

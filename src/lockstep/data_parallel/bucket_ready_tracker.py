@@ -59,9 +59,12 @@ class BucketReadyTracker:
         self._on_gradient = weakref.WeakMethod(on_gradient)
         self._hooked: set[int] = set()
         self._buckets: list[frozenset[int]] = []
-        self._has_watched = self._has_inner_passes = self._has_callbacks = False
+        self._has_watched = False
+        self._has_inner_passes = False
+        self._has_callbacks = False
         # The current pass: autograd's number of the outermost one, and what is complete.
-        self._is_watching = self._counts = False
+        self._is_watching = False
+        self._counts = False
         self._outermost = -1
         self._complete: set[int] = set()
         self.complete_buckets = 0

@@ -152,9 +152,8 @@ class GradientReducer:
             self._prepare(self._expected)
         buckets = self._buckets
         destinations = {} if buckets is None or self._keeps_sums else buckets.destinations
-        self._local = local = LocalSums(
-            self._parameters, self._sparse, leaves, destinations, self._add_natively
-        )
+        local = LocalSums(self._parameters, self._sparse, leaves, destinations, self._add_natively)
+        self._local = local
         if self._is_planned and buckets is not None:
             announce = None if self._keeps_sums else announce
             self._exchange = BucketExchange(buckets, local, self._streams, announce)
@@ -188,7 +187,8 @@ class GradientReducer:
         # may still write to the memory, or if user code refers to gradients of the previous step,
         # such as an optimizer that compares gradients, or the variable of a finished loop.
         is_unfinished = self._exchange is not None and self._exchange.launched > 0
-        self._local = self._exchange = None
+        self._local = None
+        self._exchange = None
         if is_unfinished or (self._buckets is not None and self._buckets.are_in_use):
             self._buckets = None
 
@@ -319,7 +319,8 @@ class GradientReducer:
                     self._parameters[index][1].grad = gradient
                 elif gradient is not None:
                     self.sums[index] = gradient
-        self._local = self._exchange = None
+        self._local = None
+        self._exchange = None
 
     @torch.no_grad()
     def _reduce_over_ranks(self, used: Sequence[int], statuses: Sequence[bytes]) -> None:
@@ -356,7 +357,9 @@ class GradientReducer:
         key = self._is_planned, self._tree, *indices
         buckets = self._buckets
         if buckets is None or buckets.key != key:
-            buckets = self._buckets = None  # free the old memory first
+            # Free the old memory first.
+            buckets = None
+            self._buckets = None
             buckets = PlannedBuckets(self._planner, self._tree, indices, key)
             self._tracker.set_buckets(
                 [

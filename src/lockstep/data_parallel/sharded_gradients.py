@@ -453,7 +453,9 @@ class ShardedGradients:
 
     def reduce(self, mask: str, statuses: Sequence[bytes] = ()) -> None:
         """Set `.grad` of every parameter to this rank's shard of the sum over all micro-batches."""
-        self._is_open = self.is_observed = False  # also after an audit that was given up
+        # Also after an audit that was given up.
+        self._is_open = False
+        self.is_observed = False
         if self.mesh.copies is not None:
             self._add_copies([n for n in range(len(self._parameters)) if int(mask, 16) >> n & 1])
             return

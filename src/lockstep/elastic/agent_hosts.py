@@ -244,7 +244,8 @@ class AgentHosts:
             return
         index = message["host"]
         name = f"host {index} ({escape_control(str(message.get('name')))[:255]})"
-        self._hosts[index] = host = AgentHost(index, name, connection)
+        host = AgentHost(index, name, connection)
+        self._hosts[index] = host
         self._processes.readers.add(connection.fileno(), partial(self._on_agent, host))
         log(f"{name} joined")
 

@@ -70,7 +70,8 @@ class HostConnection:
         self.silence = silence
         self.peer = connection.peer
         self._connection = connection
-        self._heard = self._sent = time.monotonic()
+        self._heard = time.monotonic()
+        self._sent = self._heard
 
     def fileno(self) -> int:
         """Return the descriptor of the socket, for a selector."""

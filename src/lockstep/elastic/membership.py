@@ -410,7 +410,8 @@ class Membership:
         self, decision: Decision, reason: str = "lost", is_prepared: bool = False
     ) -> Decision:
         failures = 0
-        while isinstance(new := decision, Round):
+        while isinstance(decision, Round):
+            new = decision
             self.round = new.number
             if new.joined or new.left:
                 self.newcomers = 0

@@ -140,7 +140,8 @@ class ExactAccelerator(Accelerator):
         device = self.device if placed else None
         prepared: TrainingLoader | EvaluatedBatches
         if self._training is None:
-            prepared = self._training = TrainingLoader(self, data_loader, device)
+            prepared = TrainingLoader(self, data_loader, device)
+            self._training = prepared
             for _, handle in self._handles:
                 handle.use(cast(Any, prepared.batch_sampler))
         else:

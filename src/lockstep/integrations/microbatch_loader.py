@@ -194,7 +194,8 @@ class MicrobatchLoader:
         self._loader = rebuild_loader(loader, sampler)
         # torch draws the seed of workers from it instead of the default one.
         self._loader.generator = torch.Generator()
-        self._sampler = self.source = sampler
+        self._sampler = sampler
+        self.source = sampler
 
     def __len__(self) -> int:
         """Return the number of batches of the epoch; TypeError if it is unknown."""
@@ -284,7 +285,8 @@ class StreamedBatches:
         self._options = {**options, "batch_size": size, "seed": seed}
         self._share = share
         self._consumers: list[MicrobatchConsumer] = []
-        self.epoch = self.start = 0
+        self.epoch = 0
+        self.start = 0
         self.settings = f"{type(loader.dataset).__name__}, batch_size={size}, seed={seed}"
 
     def attach(self, consumer: MicrobatchConsumer) -> None:

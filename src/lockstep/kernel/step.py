@@ -158,7 +158,8 @@ class OptimizerStep:
                 self._reduce(step, status, summary, parts, messages)
                 norm = self._clip(step)
                 self._merge_buffers(summary, parts)
-            step.times.reduced = step.times.updated = time.perf_counter()
+            step.times.reduced = time.perf_counter()
+            step.times.updated = step.times.reduced
             prepared = PreparedStep(step, summary, norm)
             if shared is not None and math.isfinite(norm):
                 with step.in_phase("optimizer"):

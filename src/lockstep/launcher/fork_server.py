@@ -68,7 +68,8 @@ class ForkServer:
         self._launcher = os.getpid()
         self._variables = read_once_variables(os.environ)
         self._lock = threading.Lock()
-        self._has_launched = self._has_exited = False
+        self._has_launched = False
+        self._has_exited = False
 
     def is_usable(self) -> bool:
         """Return whether it runs, belongs to this process, and would start the same way now."""

@@ -368,7 +368,8 @@ class Released(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Released:
         """Return another released tensor, for copies of the model."""
-        memo[id(self)] = copy = make_released(self, self.path)
+        copy = make_released(self, self.path)
+        memo[id(self)] = copy
         return copy
 
 

@@ -64,7 +64,8 @@ class Fingerprinter(StepObserver):
         with_backward: bool = False,
     ) -> None:
         self.number = number
-        self._with_backward = self.observes_microbatches = with_backward
+        self._with_backward = with_backward
+        self.observes_microbatches = with_backward
         self._model = module
         self._has_whole_gradients = has_whole_gradients
         others = parallel.named_extra_modules()

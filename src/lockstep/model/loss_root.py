@@ -180,7 +180,8 @@ class LossRoot:
             return loss, known
         if self._scale is not None or not loss.is_floating_point():
             return scale_loss(loss, share, self._scale), None
-        self._gradient = known = torch.full_like(loss, share)
+        known = torch.full_like(loss, share)
+        self._gradient = known
         self._share = share
         self._version = known._version
         return loss, known

@@ -37,7 +37,8 @@ def start_batch(
         LossError: The weights of the micro-batches cannot be computed, or sum to 0.
     """
     parallel = step.parallel
-    step.batch = whole = parallel.split(batch)
+    whole = parallel.split(batch)
+    step.batch = whole
     for observer in step.observers:
         step.batch = observer.select(step.batch)
     step.samples = whole.size

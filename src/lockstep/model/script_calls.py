@@ -94,7 +94,8 @@ class ScriptCalls:
         try:
             yield
         finally:
-            self._begin = self._end = None
+            self._begin = None
+            self._end = None
 
     def _make_call(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -178,7 +178,8 @@ class Pipeline:
 
         self.links = {}
         for stage in self.stages:
-            links = self.links[stage] = StageLinks()
+            links = StageLinks()
+            self.links[stage] = links
             if stage > 0:
                 links.inputs = receiver(stage - 1, 2 * stage)
                 links.to_inputs = sender(stage - 1, 2 * stage + 1)

@@ -163,7 +163,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
             for product in get_dependencies(action, stages)
         ]
         begin = max(free[rank], *arrivals) if arrivals else free[rank]
-        free[rank] = ends[get_product(action)] = begin + costs.get_duration(action)
+        free[rank] = begin + costs.get_duration(action)
+        ends[get_product(action)] = free[rank]
         spans.append(SimulatedAction(rank, action, begin, free[rank]))
     makespan = max(free)
     busy = math.fsum(span.end - span.begin for span in spans)

@@ -50,7 +50,8 @@ class Mean:
 
     def __init__(self) -> None:
         self.count = 0
-        self._total = self._weight = 0.0
+        self._total = 0.0
+        self._weight = 0.0
 
     def add(self, value: float) -> None:
         """Add a value."""
@@ -102,10 +103,15 @@ class Progress:
         self._stream = stream or sys.stderr
         self._live: LiveRegion | None = None
         self._draw_region: Callable[[Sequence[str]], None] = _draw_nothing
-        self._last = self._next = self._next_line = self._line_after = 0.0  # times of the clock
+        # Times of the clock.
+        self._last = 0.0
+        self._next = 0.0
+        self._next_line = 0.0
+        self._line_after = 0.0
         self._epoch: int | None = None  # None: the steps belong to no epoch
         self._steps: int | None = None  # of the epoch
-        self._first = self._done = 0  # steps of the epoch, taken before this process and by now
+        self._first = 0  # steps of the epoch taken before this process
+        self._done = 0  # steps of the epoch taken by now
         self._loss = Mean()
         self._samples = Mean()
         self._seconds = Mean()

@@ -153,7 +153,8 @@ class ExactBatch:
             size = loop.current.microbatch.size
             warn_of_denominator(loop.step, loss, size, "batch.backward(loss)")
         if weight is not None:
-            self._steps.weights.given[index] = share = float(weight)
+            share = float(weight)
+            self._steps.weights.given[index] = share
         if weight == 0:  # such as a mean over no tokens, which is not a number
             loop.is_skipped = True
             if final:

@@ -144,7 +144,8 @@ class FlatLoop:
 
     def leave(self) -> None:
         """Undo a step that was left before its last micro-batch."""
-        self._loop = self._current = None
+        self._loop = None
+        self._current = None
         self._remaining = 0
         self._steps.leave()
 
@@ -233,7 +234,8 @@ class FlatLoop:
             size = loop.current.microbatch.size
             warn_of_denominator(loop.step, loss, size, "exact.weigh(loss)")
         if weight is not None:
-            self._steps.weights.given[current.number] = share = float(weight)
+            share = float(weight)
+            self._steps.weights.given[current.number] = share
         elif share is None:
             share = loop.step.shares[current.number]
         loop.note_loss(loss, share)

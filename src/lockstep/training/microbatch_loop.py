@@ -151,7 +151,8 @@ class MicrobatchLoop:
         self._has_buffers = bool(buffers.slots)
         self._is_on_cpu = parallel.device_type == "cpu"
         self._autocast = NOTHING if parallel.autocast_dtype is None else parallel.autocast()
-        self._first_place = self.place = f"{step.where}, micro-batch 0"
+        self._first_place = f"{step.where}, micro-batch 0"
+        self.place = self._first_place
 
     @property
     def position(self) -> tuple[int, int] | None:
@@ -299,7 +300,8 @@ class MicrobatchLoop:
         parallel = self.parallel
         own = self.parallel.share
         share = LeavesShare(own.microbatches, own.hosts, own.replica, leaves=rest.leaves)
-        step.batch = batch = parallel.split(whole, share)
+        batch = parallel.split(whole, share)
+        step.batch = batch
         step.shares = rest.shares
         step.samples = rest.samples
         parallel.held_nodes = rest.nodes_by_rank
@@ -310,7 +312,8 @@ class MicrobatchLoop:
             self.buffers.adopt(self.kept.buffers)
             sums = self.kept.sums
         self._sums = gradients.resume(sums, batch.leaves, rest.nodes_by_rank)
-        self._has_sums = self._is_rest = True
+        self._has_sums = True
+        self._is_rest = True
         return batch
 
     # --- a micro-batch -------------------------------------------------------------------------

@@ -324,7 +324,8 @@ class _Copy:
         self.parameters: dict[str, nn.Parameter] = {}
         for name, original in originals.items():
             own = nn.Parameter(values[name].clone(), requires_grad=original.requires_grad)
-            self.parameters[name] = memo[id(original)] = own
+            self.parameters[name] = own
+            memo[id(original)] = own
         nested = find_nested(optimizer)
         cuts = {originals[name].shape: tuple(map(slice, one.shape)) for name, one in values.items()}
         # Optimizer.__getstate__ leaves attributes of subclasses out.

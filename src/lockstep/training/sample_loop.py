@@ -139,10 +139,12 @@ class SampleLoop:
     def _record(self, trial: Any, group: Sequence[Microbatch], microbatch: Microbatch) -> None:
         """Record the pass over the first and that over the last micro-batch."""
         if microbatch is group[0]:
-            trial.alone = self._recorded = trial.record([microbatch], restores=False)
+            trial.alone = trial.record([microbatch], restores=False)
+            self._recorded = trial.alone
         elif microbatch is group[-1]:
             first = trial.alone
-            trial.last = self._recorded = trial.record([microbatch], restores=False, first=first)
+            trial.last = trial.record([microbatch], restores=False, first=first)
+            self._recorded = trial.last
         else:
             return
         self._recorded.forward.begin()

@@ -186,7 +186,8 @@ class ScriptSteps:
             raise left
         self._keep_idle()
         self.is_complete = False
-        self._is_stepped = self._is_delayed = False
+        self._is_stepped = False
+        self._is_delayed = False
         self._around = [
             (other.opened, other.opened.loop.current)
             for other in _handles

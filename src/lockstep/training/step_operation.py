@@ -306,7 +306,8 @@ class OpenStep:
     def commit(self) -> CommittedStep:
         """Commit the step, which is local, and count it."""
         assert self.prepared is not None
-        self._committed = committed = self._operation.commit(self.prepared)
+        committed = self._operation.commit(self.prepared)
+        self._committed = committed
         committed.is_manual = True
         if self._member is not None:
             self._member.operation += 1

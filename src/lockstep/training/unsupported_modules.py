@@ -161,7 +161,8 @@ def _check_buffer_rules(path: str, module: nn.Module) -> None:
             raise UsageError(
                 f"{said}[{name!r}] is {rule!r}: expected one of {', '.join(map(repr, RULES))}"
             )
-        dtype = torch.float32 if (tensor := module._buffers[name]) is None else tensor.dtype
+        tensor = module._buffers[name]
+        dtype = torch.float32 if tensor is None else tensor.dtype
         is_sum = rule == "sum" and dtype is not torch.bool and not dtype.is_complex
         if rule in ("mean", "sum") and not (is_sum or dtype.is_floating_point):
             raise UsageError(f"{said}[{name!r}] is {rule!r}, which a {dtype} buffer cannot follow")

@@ -66,7 +66,8 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
         self._store = store
         self.host_group = group
         # The name and the description are in torch's C++ backends, of which this group has none.
-        self._name = self._description = ""
+        self._name = ""
+        self._description = ""
         self._calls = 0
         kind = dist.ProcessGroup.BackendType.GLOO
         self._gloo = ProcessGroup(store, group.rank, group.map.size)
@@ -139,7 +140,8 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
         group = self.host_group
         peer = None
         if method not in MESSAGES:
-            number = self._calls = self._calls + 1
+            self._calls += 1
+            number = self._calls
             text = f"{name} #{number}"
             awaited = "the other ranks"
         elif method == "recv_anysource":

@@ -57,9 +57,11 @@ class MessageCodec:
     def __init__(self, keys: Keys, max_payload: int = 0, max_message: int = MAX_MESSAGE) -> None:
         self._sending, self._receiving = keys
         self._limits = max_message, max_payload
-        self._sent = self._received = 0
+        self._sent = 0
+        self._received = 0
         self._sizes: tuple[int, int] | None = None  # of the message that comes next
-        self.rest = self._part = _allocate(SIZES.size)
+        self.rest = _allocate(SIZES.size)
+        self._part = self.rest
 
     def encode(self, message: Mapping[str, Any]) -> list[bytes | memoryview]:
         """Return the bytes of the next message to send; ValueError if it is too large."""
@@ -97,12 +99,14 @@ class MessageCodec:
             self._sizes = SIZES.unpack(content)
             if any(size > limit for size, limit in zip(self._sizes, self._limits, strict=True)):
                 raise ForgedMessage(f"a message of {sum(self._sizes):,} bytes")
-            self.rest = self._part = _allocate(sum(self._sizes))
+            self.rest = _allocate(sum(self._sizes))
+            self._part = self.rest
             return None
         size = self._sizes[0]
         self._sizes = None
         self._received += 1
-        self.rest = self._part = _allocate(SIZES.size)
+        self.rest = _allocate(SIZES.size)
+        self._part = self.rest
         return _parse(content[:size], content[size:])
 
 

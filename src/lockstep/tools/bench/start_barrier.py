@@ -44,7 +44,8 @@ class StartBarrier:
 
     def wait(self) -> None:
         """Wait until every rank has called this method as often as this rank."""
-        self._count = count = self._count + 1
+        self._count += 1
+        count = self._count
         arrivals = self._arrivals
         arrivals[self._rank * STRIDE] = count
         for other in self._others:

@@ -60,7 +60,8 @@ class WorkloadBuffers:
         self._after = collective.after(rank, ranks)
         sent, received = (len(parts) * len(pattern) for parts in (self._before, self._after))
         if collective.is_in_place:
-            self.send = self.receive = _make_buffer(max(sent, received), is_shared)
+            self.send = _make_buffer(max(sent, received), is_shared)
+            self.receive = self.send
         else:
             self.send, self.receive = (_make_buffer(count, is_shared) for count in (sent, received))
 

@@ -176,7 +176,8 @@ class Killer:
                 break
         if self._file is None:
             return
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        lines = (self._rest + self._file.read()).split(b"\n")
+        self._rest = lines.pop()
         for text in lines:
             try:
                 line = orjson.loads(text)

@@ -23,7 +23,8 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._bytes = 0
+        self.peak = 0
+        self._bytes = 0
         self._known: set[int] = set()
 
     def ignore(self, tensors: Any) -> None:

@@ -167,7 +167,8 @@ def _replace_tensors(module: nn.Module, make: Callable[[torch.Tensor], torch.Ten
             if parameter is not None:
                 tensor = made[id(parameter)]
                 if not isinstance(tensor, nn.Parameter):
-                    tensor = made[id(parameter)] = nn.Parameter(tensor, parameter.requires_grad)
+                    tensor = nn.Parameter(tensor, parameter.requires_grad)
+                    made[id(parameter)] = tensor
                 part._parameters[name] = tensor
         for name, buffer in part._buffers.items():
             if buffer is not None:

@@ -227,7 +227,8 @@ class ResumableRun:
         if member is None or not member.is_waiting:
             return False
         member.join()
-        self.has_begun = self._position.has_joined = True
+        self.has_begun = True
+        self._position.has_joined = True
         self._position.continue_from_here()
         return True
 
@@ -258,7 +259,8 @@ class ResumableRun:
         """Continue from a state that `collect_state` returned on another rank."""
         self._position.load(state)
         self._position.resumed_from = state["resumed_from"]
-        self.record.agreed = folder, name = state["folder"]
+        self.record.agreed = state["folder"]
+        folder, name = self.record.agreed
         self.safe_points.saves, self._position.saved = state["saved"]
         if self._checkpoints is not None:
             self._checkpoints.adopt(Path(folder), name, state["plans"])

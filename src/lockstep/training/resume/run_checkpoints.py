@@ -95,9 +95,11 @@ class RunCheckpoints:
         self._config = config
         self._run = run
         self._has_name = False
-        self.is_open = self._is_selected = False
+        self.is_open = False
+        self._is_selected = False
         self._is_successor = False  # whether this rank replaced a rank 0 that was lost
-        self.run_folder = self.folder = Path()
+        self.run_folder = Path()
+        self.folder = self.run_folder
         self.writer = CheckpointWriter(self.folder, config.keep)
         self.stop = StopRequest()
         self.is_stopping = False
@@ -128,7 +130,8 @@ class RunCheckpoints:
         self._due_since, self.is_stopping = plans
         self.is_open = True
         self.run_folder = folder
-        self.folder = self.writer.folder = folder / name
+        self.folder = folder / name
+        self.writer.folder = self.folder
         hold_run(folder)
 
     def promote(self) -> None:
@@ -149,7 +152,8 @@ class RunCheckpoints:
     def deselect(self) -> None:
         """Undo `select`, because the run cannot be continued; called on every rank."""
         if self._is_selected:
-            self.is_open = self._is_selected = False
+            self.is_open = False
+            self._is_selected = False
             self._run.deselect()
 
     def open_loggers(self) -> None:
@@ -182,7 +186,8 @@ class RunCheckpoints:
             return
         self.is_open = True
         self.run_folder = Path(path)
-        self.folder = self.writer.folder = self.run_folder / name
+        self.folder = self.run_folder / name
+        self.writer.folder = self.folder
         if self._parallel.rank == 0:
             remove_incomplete(self.folder)
         hold_run(self.run_folder)
@@ -405,7 +410,8 @@ class RunCheckpoints:
             UsageError: There is no run at `place`.
             FileError: Every checkpoint of the run is damaged.
         """
-        return Path(path) if (path := self._tell_all(lambda: self._find(place))) else None
+        path = self._tell_all(lambda: self._find(place))
+        return Path(path) if path else None
 
     def find_newest(self) -> Path | None:
         """Return the newest checkpoint of this run, the same on every rank; None without one.

@@ -64,7 +64,8 @@ class ScriptPosition:
         self._settings = settings
         self._checkpoints = checkpoints
         self.log = ScriptLog()
-        self.has_joined = self.is_state_transferred = False
+        self.has_joined = False
+        self.is_state_transferred = False
         self.resumed_from: int | None = None
         self.saved = (-1, -1)
         self.stateful = stateful
