@@ -398,9 +398,9 @@ def stopped_in(point, folder):
     """Stop rank 1 until the others have given it up and noted what they have."""
     trainer = trainer_of(True, model=thawing(), optimizer=ADAGRAD)
     take_step(trainer)
-    sharded, rank = trainer.engine.setup.optimization.shared, dist.get_rank()
+    shared, rank = trainer.engine.setup.optimization.shared, dist.get_rank()
     method = "local_gradients" if point == "reduced" else "_step_pieces"
-    original = getattr(sharded, method)
+    original = getattr(shared, method)
 
     def stop(*arguments):
         result = original(*arguments)
@@ -410,7 +410,7 @@ def stopped_in(point, folder):
         return result
 
     if rank == 1:
-        setattr(sharded, method, stop)
+        setattr(shared, method, stop)
     with pytest.raises(Exception, match=r"."):
         take_step(trainer)
     (folder / str(rank)).touch()

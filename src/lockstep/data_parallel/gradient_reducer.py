@@ -46,8 +46,8 @@ from lockstep.data.assignment import Hosts, assign_nodes
 from lockstep.data_parallel.bucket_ready_tracker import BucketReadyTracker
 from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.local_sums import LocalSums
-from lockstep.data_parallel.parameter_shards import Shards
 from lockstep.data_parallel.planned_buckets import BucketPlanner, PlannedBuckets, StepTree
+from lockstep.data_parallel.shared_pieces import SharedPieces
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import Node
 from lockstep.model.gradient_hashes import (
@@ -68,7 +68,7 @@ class GradientReducer:
     next step begins. If user code keeps a reference to such a view, the memory of its bucket is
     not reused, and the next step allocates new memory.
 
-    With `shards`, a rank gets only the sums of its own pieces, in `sums`, as vectors by the
+    With `pieces`, a rank gets only the sums of its own pieces, in `sums`, as vectors by the
     index of the parameter; `.grad` stays None.
 
     `LocalSums` and `BucketExchange` live for one step. `PlannedBuckets` are kept for as long as the
@@ -77,9 +77,9 @@ class GradientReducer:
     Args:
         parameters: Names and parameters, the same on every rank.
         group: The ranks that add; None for the default group.
-        shards: The pieces of the parameters, whose sums each rank gets; None for whole gradients.
+        pieces: The pieces of the parameters, whose sums each rank gets; None for whole gradients.
         modules: Modules whose backward hooks may read `.grad`.
-        sparse: The parameters whose gradients may be sparse; empty with `shards`.
+        sparse: The parameters whose gradients may be sparse; empty with `pieces`.
         keeps_sums: Whether this rank's sums are kept until the step is committed, because another
             rank may be lost. They are then copied into the buckets, and not exchanged in backward.
 
@@ -93,7 +93,7 @@ class GradientReducer:
         self,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         group: dist.ProcessGroup | None = None,
-        shards: Shards | None = None,
+        pieces: SharedPieces | None = None,
         modules: Iterable[torch.nn.Module] = (),
         sparse: Collection[torch.Tensor] = (),
         *,
@@ -102,7 +102,7 @@ class GradientReducer:
         self._parameters = list(parameters)
         self._keeps_sums = keeps_sums
         self._sparse = {n for n, (_, parameter) in enumerate(parameters) if parameter in sparse}
-        self._planner = BucketPlanner(self._parameters, group, shards)
+        self._planner = BucketPlanner(self._parameters, group, pieces)
         is_native = reason_unavailable() is None
         self._add_natively = load_native().accumulate_gradients if is_native else None
         self._streams = GradientStreams(_find_device(self._parameters))
@@ -315,7 +315,7 @@ class GradientReducer:
             assert self._local is not None
             (sums,) = self._local.complete.values()
             for index, gradient in enumerate(sums):
-                if self._planner.shards is None:
+                if self._planner.pieces is None:
                     self._parameters[index][1].grad = gradient
                 elif gradient is not None:
                     self.sums[index] = gradient
@@ -326,7 +326,7 @@ class GradientReducer:
     def _reduce_over_ranks(self, used: Sequence[int], statuses: Sequence[bytes]) -> None:
         """Add this rank's sums and those of the others; `used` are the parameters with one."""
         held = self._begun().nodes
-        shards = self._planner.shards
+        pieces = self._planner.pieces
         dense = self._without_sparse(used)
         if self._exchange is not None:
             pairs = self._exchange.finish(statuses)
@@ -337,7 +337,7 @@ class GradientReducer:
             pairs = reproducible_all_reduce(self._prepare(dense).sums, held)
         for index, gradient in pairs:
             parameter = self._parameters[index][1]
-            if gradient is not None and shards is not None:
+            if gradient is not None and pieces is not None:
                 self.sums[index] = gradient
             elif gradient is not None:
                 parameter.grad = in_layout_of(gradient, parameter)
@@ -348,7 +348,7 @@ class GradientReducer:
             sums_of_rows = sum_sparse_gradients(held, list(models), leaves, models, group)
             for index, gradient in sums_of_rows.items():
                 models[index].grad = gradient
-        expected = dense if shards is None else shards.covered
+        expected = dense if pieces is None else pieces.covered
         if expected != self._expected:
             self._expect(expected)
 

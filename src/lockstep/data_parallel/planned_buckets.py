@@ -17,7 +17,7 @@ from lockstep.comm.device_ipc import shares_device
 from lockstep.comm.make_all_reduce import adds_in_place, make_all_reduce
 from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
-from lockstep.data_parallel.parameter_shards import Shards
+from lockstep.data_parallel.shared_pieces import SharedPieces
 from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import LayoutError
 
@@ -48,18 +48,18 @@ class BucketPlanner:
     Args:
         parameters: Names and parameters.
         group: The ranks that add; None for the default group.
-        shards: The pieces of the parameters, whose sums each rank gets; None for whole gradients.
+        pieces: The pieces of the parameters, whose sums each rank gets; None for whole gradients.
     """
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, torch.Tensor]],
         group: dist.ProcessGroup | None,
-        shards: Shards | None,
+        pieces: SharedPieces | None,
     ) -> None:
         self.parameters = parameters
         self.group = group
-        self.shards = shards
+        self.pieces = pieces
         self._is_device_shared = False
 
     def enter_group(self) -> None:
@@ -78,8 +78,8 @@ class BucketPlanner:
         return all(is_accelerator(kind[0]) or adds_in_place(*kind, self.group) for kind in kinds)
 
     def plan(self, indices: Sequence[int]) -> list[Bucket]:
-        """Plan buckets for these parameters; with shards, only for those that have none yet."""
-        if self.shards is not None:
+        """Plan buckets for these parameters; with pieces, only for those that have none yet."""
+        if self.pieces is not None:
             for name, parameter in (self.parameters[index] for index in indices):
                 if not adds_in_place(parameter.device, parameter.dtype, self.group):
                     raise LayoutError(
@@ -87,7 +87,7 @@ class BucketPlanner:
                         'set up and has a gradient now, which storage="shared" cannot update: '
                         'train with storage="replicated"'
                     )
-            return self.shards.cover(indices)
+            return self.pieces.cover(indices)
         parameters = [self.parameters[index][1] for index in indices]
         numels = [parameter.numel() for parameter in parameters]
         dtypes = [parameter.dtype for parameter in parameters]
@@ -96,7 +96,7 @@ class BucketPlanner:
 
     def make_sums(self, buckets: Sequence[Bucket], tree: StepTree) -> list[ReproducibleAllReduce]:
         """Allocate the memory of buckets."""
-        shards = self.shards
+        pieces = self.pieces
         return [
             make_all_reduce(
                 bucket,
@@ -104,7 +104,7 @@ class BucketPlanner:
                 tree.leaves,
                 self.parameters[bucket.members[0].index][1].device,  # of all parameters
                 self.group,
-                cuts=[] if shards is None else shards.find_cuts(bucket),
+                cuts=[] if pieces is None else pieces.find_cuts(bucket),
                 is_device_shared=self._is_device_shared,
             )
             for bucket in buckets
@@ -138,8 +138,8 @@ class PlannedBuckets:
         self._planner = planner
         self.key = key
         buckets = planner.plan(indices)
-        if planner.shards is not None:
-            buckets = planner.shards.buckets
+        if planner.pieces is not None:
+            buckets = planner.pieces.buckets
         self.sums = planner.make_sums(buckets, tree)
         sizes = [m.numel * bucket.dtype.itemsize for bucket in buckets for m in bucket.members]
         self.gains_from_early_launch = len(buckets) > 1 or max(sizes, default=0) >= LARGE_BYTES

@@ -33,7 +33,7 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.memory_format import in_format_of, in_layout_of
 from lockstep.comm.native_all_reduce import DTYPES
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.data_parallel.parameter_shards import ParameterShard, Shards
+from lockstep.data_parallel.shared_pieces import SharedPiece, SharedPieces
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.norm import in_memory_order
 from lockstep.training.optimizer_checks import make_twin, without_hooks
@@ -88,13 +88,13 @@ class SharedOptimizer:
         optimizer: Optimizer,
         parameters: Sequence[nn.Parameter],
         gradients: GradientReducer,
-        shards: Shards,
+        pieces: SharedPieces,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._optimizer = optimizer
         self._parameters = list(parameters)
         self._gradients = gradients
-        self._shards = shards
+        self._planned = pieces
         self._group = group
         self._rank = dist.get_rank(group)
         number: dict[torch.Tensor, int] = {parameter: n for n, parameter in enumerate(parameters)}
@@ -110,8 +110,8 @@ class SharedOptimizer:
             options["params"] = []
         self.shared = SharedParameters(self._parameters, group)
         self._homes: dict[tuple[int, str], torch.Tensor] = {}  # by parameter and key of its state
-        self._pieces: dict[ParameterShard, nn.Parameter] = {}  # those of this rank
-        self._places: dict[ParameterShard, dict[str, torch.Tensor]] = {}  # their parts of _homes
+        self._pieces: dict[SharedPiece, nn.Parameter] = {}  # those of this rank
+        self._places: dict[SharedPiece, dict[str, torch.Tensor]] = {}  # their parts of _homes
         self._witnesses: dict[int, nn.Parameter] = {}  # by group, where this rank has no piece
         self._missing: dict[
             int, set[str]
@@ -139,7 +139,7 @@ class SharedOptimizer:
         sums = self._gradients.sums
         return [
             sums[piece.index][piece.start : piece.stop]
-            for piece in self._shards.pieces
+            for piece in self._planned.pieces
             if piece.rank == self._rank and piece.index in sums
         ]
 
@@ -148,7 +148,7 @@ class SharedOptimizer:
 
         A collective call. Raises WorkError on every rank if the optimizer raised on one.
         """
-        if self._known < len(self._shards.pieces):
+        if self._known < len(self._planned.pieces):
             self._extend()
         with self.shared.writing(about):
             self._step_pieces(self._gradients.sums)
@@ -215,9 +215,9 @@ class SharedOptimizer:
         A collective call. State that was kept for them is dropped only after all ranks have written
         their pieces of it to the places, so that none is lost if a rank is killed before.
         """
-        new = self._shards.pieces[self._known :]
-        self._known = len(self._shards.pieces)
-        of_parameter: dict[int, list[ParameterShard]] = {}
+        new = self._planned.pieces[self._known :]
+        self._known = len(self._planned.pieces)
+        of_parameter: dict[int, list[SharedPiece]] = {}
         for piece in new:
             of_parameter.setdefault(piece.index, []).append(piece)
         wanted = [
@@ -235,7 +235,7 @@ class SharedOptimizer:
             for number, piece in enumerate(pieces):
                 if piece.rank == self._rank:
                     self._add_piece(piece, number)
-        written = {n: kept for n, kept in self._kept.items() if n in self._shards.covered}
+        written = {n: kept for n, kept in self._kept.items() if n in self._planned.covered}
         self._write_state(written)
         self._add_witnesses()
         self._note_state()
@@ -249,7 +249,7 @@ class SharedOptimizer:
             return {}
         return self._entries[self._group_of[index]][self._parameters[index].dtype]
 
-    def _add_piece(self, piece: ParameterShard, number: int) -> None:
+    def _add_piece(self, piece: SharedPiece, number: int) -> None:
         """Give the optimizer a piece of this rank; `number` is its place among those of scalars."""
         self._places[piece] = {
             key: self._homes[piece.index, key][piece.start : piece.stop]
@@ -270,7 +270,7 @@ class SharedOptimizer:
         know that they have to publish it.
         """
         own = {self._group_of[piece.index] for piece in self._pieces}
-        for piece in self._shards.pieces:
+        for piece in self._planned.pieces:
             group = self._group_of.get(piece.index)
             if group is not None and group not in own and group not in self._witnesses:
                 witness = nn.Parameter(self.shared.vectors[piece.index][:0])
@@ -288,7 +288,7 @@ class SharedOptimizer:
                 }
         self._seen = self._describe_state()
 
-    def _store_state(self, piece: ParameterShard, state: dict[str, Any]) -> None:
+    def _store_state(self, piece: SharedPiece, state: dict[str, Any]) -> None:
         """Move the optimizer's state for a piece to its memory, unless it is already there."""
         for key, value in state.items():
             stored = self._places[piece].get(key)
@@ -474,7 +474,7 @@ class SharedOptimizer:
     def _write_state(self, whole: Mapping[int, Mapping[str, Any]]) -> None:
         """Write the whole state of some parameters to its places; each rank writes its pieces."""
         self.stepped |= {*whole}
-        covered = {*self._shards.covered}
+        covered = {*self._planned.covered}
         self._kept |= {n: dict(state) for n, state in whole.items() if n not in covered}
         for piece, parameter in self._pieces.items():
             model = self._parameters[piece.index]

@@ -17,8 +17,8 @@ from lockstep.comm.backend import host_group_of
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.data_parallel.parameter_shards import Shards
 from lockstep.data_parallel.planned_buckets import BUCKET_BYTES
+from lockstep.data_parallel.shared_pieces import SharedPieces
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.norm import is_dense
 from lockstep.launcher.malloc import release_freed_memory
@@ -38,7 +38,7 @@ def share_parameters(
     optimizer: Optimizer,
     parallel: ParallelContext,
 ) -> tuple[GradientReducer, SharedOptimizer | None]:
-    """Move the parameters to memory that all ranks share, and shard the optimizer.
+    """Move the parameters to memory that all ranks share, and divide the optimizer.
 
     With one rank, nothing is shared.
 
@@ -49,7 +49,7 @@ def share_parameters(
         parallel: The layout.
 
     Returns:
-        The reducer of the gradients to this rank's shards, and the shared optimizer; with one
+        The reducer of the gradients to this rank's pieces, and the shared optimizer; with one
         rank, a reducer to whole gradients, and None.
 
     Raises:
@@ -85,11 +85,11 @@ def share_parameters(
     parameters = [parameter for _, parameter in named]
     numels = [parameter.numel() for parameter in parameters]
     dtypes = [parameter.dtype for parameter in parameters]
-    shards = Shards(numels, dtypes, parallel.replicas, BUCKET_BYTES, BUCKET_BYTES // 16)
-    shards.cover([n for n, parameter in enumerate(parameters) if parameter.requires_grad])
-    gradients = GradientReducer(named, parallel.group, shards, modules)
+    pieces = SharedPieces(numels, dtypes, parallel.replicas, BUCKET_BYTES, BUCKET_BYTES // 16)
+    pieces.cover([n for n, parameter in enumerate(parameters) if parameter.requires_grad])
+    gradients = GradientReducer(named, parallel.group, pieces, modules)
     with torch.no_grad():
-        shared = SharedOptimizer(optimizer, parameters, gradients, shards, parallel.group)
+        shared = SharedOptimizer(optimizer, parameters, gradients, pieces, parallel.group)
     release_freed_memory()  # of the whole parameters, which steps would not fill
     return gradients, shared
 

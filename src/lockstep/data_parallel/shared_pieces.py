@@ -1,4 +1,4 @@
-"""Shards: the elements of the parameters on which each rank steps the optimizer.
+"""Pieces of shared parameters: the elements on which each rank steps the optimizer.
 
     bucket     | w: block 0 | block 1 | block 2 | b |      cuts are at the start of a tensor,
     2 ranks    |       rank 0         |    rank 1   |      or whole blocks after it
@@ -21,7 +21,7 @@ import torch
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.kernel.norm import BLOCK
 
-__all__ = ["PIECE", "ParameterShard", "Shards", "find_cuts"]
+__all__ = ["PIECE", "SharedPiece", "SharedPieces", "find_cuts"]
 
 PIECE = 4 * BLOCK
 """The maximum number of elements of a piece, so that parameter, gradient and state of one stay in
@@ -29,7 +29,7 @@ the cache."""
 
 
 @dataclass(frozen=True)
-class ParameterShard:
+class SharedPiece:
     """Elements [start, stop) of parameter `index`, in memory order, held by `rank`."""
 
     index: int
@@ -57,7 +57,7 @@ def find_cuts(bucket: Bucket, ranks: int) -> list[int]:
     return [0, *inner, bucket.length]
 
 
-class Shards:
+class SharedPieces:
     """The buckets of some parameters, their cuts and their pieces.
 
     Args:
@@ -83,7 +83,7 @@ class Shards:
         self._overflow = overflow
         self.covered: list[int] = []
         self.buckets: list[Bucket] = []
-        self.pieces: list[ParameterShard] = []
+        self.pieces: list[SharedPiece] = []
 
     def cover(self, numbers: Sequence[int]) -> list[Bucket]:
         """Plan and return buckets for those of these parameters that have no bucket yet."""
@@ -104,7 +104,7 @@ class Shards:
         """Return the offsets at which a bucket is cut."""
         return find_cuts(bucket, self._ranks)
 
-    def _pieces(self, bucket: Bucket) -> list[ParameterShard]:
+    def _pieces(self, bucket: Bucket) -> list[SharedPiece]:
         edges = self.find_cuts(bucket)
         pieces = []
         for member in bucket.members:
@@ -113,10 +113,8 @@ class Shards:
                 highest = min(end - member.offset, member.numel)
                 for start in range(lowest, highest, PIECE):
                     pieces.append(
-                        ParameterShard(member.index, start, min(start + PIECE, highest), rank)
+                        SharedPiece(member.index, start, min(start + PIECE, highest), rank)
                     )
             if not member.numel:
-                pieces.append(
-                    ParameterShard(member.index, 0, 0, 0)
-                )  # an empty tensor has state, too
+                pieces.append(SharedPiece(member.index, 0, 0, 0))  # an empty tensor has state, too
         return pieces
