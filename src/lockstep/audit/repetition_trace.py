@@ -24,7 +24,7 @@ from lockstep.audit.operator_difference import (
 from lockstep.audit.operator_tracer import OperatorTracer
 from lockstep.audit.verdict import Evidence, describe_difference
 from lockstep.model.call_site import class_name
-from lockstep.pipeline.python_state import find_python_state
+from lockstep.model.python_state import find_python_state
 
 __all__ = [
     "RepetitionTrace",

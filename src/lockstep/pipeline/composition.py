@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from lockstep.kernel.errors import LayoutError
 from lockstep.model.blocks import BlockSequence, is_sequence
 from lockstep.model.call_site import find_source
-from lockstep.pipeline.python_state import find_python_state
+from lockstep.model.python_state import find_python_state
 
 __all__ = ["Composition"]
 

@@ -22,6 +22,7 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.model.deferred_init import named_tensors, release
 from lockstep.model.evaluation import EvaluationTask
 from lockstep.model.forward import Metric
+from lockstep.model.python_state import find_python_states
 from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.model.static_shapes import StaticShapes
 from lockstep.model.watched_calls import WatchedCalls
@@ -30,7 +31,6 @@ from lockstep.pipeline.evaluator import PipelineEvaluator
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, StagePlan
 from lockstep.pipeline.pipeline import Pipeline
-from lockstep.pipeline.python_state import find_python_states
 from lockstep.pipeline.schedule_executor import ScheduleExecutor
 from lockstep.pipeline.stage import Stage
 from lockstep.pipeline.tied_weights import find_tied_parameters

@@ -20,9 +20,9 @@ from lockstep.kernel.errors import LossError, UsageError
 from lockstep.model.deferred_init import Released
 from lockstep.model.forward import call_model
 from lockstep.model.generator_states import state_of_others
+from lockstep.model.python_state import PythonState
 from lockstep.pipeline.aliasing import ReceivedTensors, find_overlapping
 from lockstep.pipeline.boundary import Structure, add_aliases, flatten
-from lockstep.pipeline.python_state import PythonState
 
 __all__ = ["BlockInspector"]
 

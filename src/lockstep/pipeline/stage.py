@@ -31,12 +31,12 @@ from lockstep.model.deferred_init import make_released
 from lockstep.model.forward import split_targets
 from lockstep.model.generator_states import set_state_of_torch, state_of_torch
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.python_state import Assigned, PythonState
 from lockstep.model.watched_calls import BeginCall, EndCall
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import Structure, unflatten
 from lockstep.pipeline.inspection import BlockInspector
 from lockstep.pipeline.p2p import INITIAL_RNG_STATE, RngState
-from lockstep.pipeline.python_state import Assigned, PythonState
 from lockstep.pipeline.split_backward import GraphInput, SplitBackward, is_splittable
 
 __all__ = ["Stage", "StageBuffers", "StageInput", "StageOutput", "make_first_input"]

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lockstep.kernel.errors import UsageError
+from lockstep.model.python_state import find_python_state, find_python_states
 from lockstep.pipeline.inspection import FIRST, BlockInspector
-from lockstep.pipeline.python_state import find_python_state, find_python_states
 
 TABLE = {}
 LATEST = None
