@@ -32,6 +32,14 @@ def make_mistakes(model: nn.Module, batch: torch.Tensor) -> None:
     trainer.step()  # type: ignore[call-arg]
     trainer.step(batch).backward()  # type: ignore[attr-defined]
     trainer.manual_step().step(batch)  # type: ignore[attr-defined]
+    trainer.batches([batch], 2, shufle=False)  # type: ignore[call-arg]
+    trainer.batches([batch], 2, num_workers="two")  # type: ignore[arg-type]
+    trainer.evaluate([batch], 2, num_worker=2)  # type: ignore[call-arg]
+    trainer.predict([batch], 2, colate_fn=torch.stack)  # type: ignore[call-arg]
+    exact = ls.exact(model, SGD(model.parameters()), microbatches=2)
+    exact.batches([batch], 2, shufle=False)  # type: ignore[call-arg]
+    exact.evaluate([batch], 2, num_worker=2)  # type: ignore[call-arg]
+    exact.predict([batch], 2, colate_fn=torch.stack)  # type: ignore[call-arg]
     ls.OptimizerConfig(SGD, scheduler_interval="week")  # type: ignore[arg-type]
     with ls.Driver(nprocs=2) as driver:
         driver.run(count, "ten")  # type: ignore[arg-type]

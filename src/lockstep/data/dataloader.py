@@ -11,8 +11,8 @@ error, and so does data that is already in batches.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
 
 from torch.utils.data import (
     DataLoader,
@@ -23,21 +23,34 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lockstep.data.map_dataset import Collate
 from lockstep.data.samplers import sampler_chain
 from lockstep.kernel.errors import DatasetError, UsageError
 
-__all__ = ["resolve_data"]
+__all__ = ["BatchOptions", "EvaluationOptions", "resolve_data"]
 
-OPTIONS = (
-    "shuffle",
-    "sampler",
-    "batch_sampler",
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "drop_last",
-    "timeout",
-)
+
+class BatchOptions(TypedDict, total=False):
+    """The options of `batches` that a DataLoader has, too; see `LoaderOptions` for each."""
+
+    shuffle: bool
+    sampler: Iterable[int] | None
+    batch_sampler: Iterable[Sequence[int]] | None
+    num_workers: int
+    collate_fn: Collate | None
+    pin_memory: bool
+    drop_last: bool
+    timeout: float
+
+
+class EvaluationOptions(BatchOptions, total=False):
+    """The options of `evaluate` and `predict`; seed and epoch decide the random numbers."""
+
+    seed: int
+    epoch: int
+
+
+OPTIONS = tuple(BatchOptions.__annotations__)
 """The options, other than `batch_size`, that both `Batches` and a DataLoader have."""
 
 UNUSED = {
@@ -64,7 +77,7 @@ def resolve_data(
             extracted, or an option is passed together with it.
         UsageError: An option does not exist.
     """
-    if unknown := options.keys() - {*OPTIONS, "seed", "epoch"}:
+    if unknown := options.keys() - EvaluationOptions.__annotations__.keys():
         name = min(unknown)
         raise UsageError(
             f"there is no option {name}"

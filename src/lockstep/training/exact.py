@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
 
 from lockstep.checkpoint.stop_request import stopping
-from lockstep.data.dataloader import resolve_data
+from lockstep.data.dataloader import BatchOptions, EvaluationOptions, resolve_data
 from lockstep.data.microbatch_sampler import MicrobatchSampler, MicrobatchSource
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction
@@ -82,7 +82,7 @@ class Exact(Services):
         seed: int | None = None,
         epoch: int | None = None,
         together: bool = False,
-        **options: Any,
+        **options: Unpack[BatchOptions],
     ) -> ExactBatches:
         """Return the batches of one epoch; iterating over each of them computes one step.
 
@@ -141,7 +141,7 @@ class Exact(Services):
         loss: Callable[..., Any] | None = None,
         loss_weight: WeightFunction | None = None,
         metrics: Mapping[str, Metric] | None = None,
-        **options: Any,
+        **options: Unpack[EvaluationOptions],
     ) -> Evaluation:
         """Return the mean loss and metrics over a dataset, each sample counted once.
 
@@ -172,7 +172,9 @@ class Exact(Services):
             evaluation: Evaluation = self.engine.evaluations.evaluate(given, begin, ema=False)
         return evaluation
 
-    def predict(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Any:
+    def predict(
+        self, dataset: Any, batch_size: int | None = None, **options: Unpack[EvaluationOptions]
+    ) -> Any:
         """Return the model's outputs in evaluation mode for all samples, in the dataset's order.
 
         Every rank gets all outputs, as tensors on the CPU. They have the form that the model

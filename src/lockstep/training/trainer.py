@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.audit.audit_config import AuditConfig, read_audit
 from lockstep.checkpoint.save_schedule import CheckpointConfig, read_checkpoint_argument
 from lockstep.checkpoint.stop_request import end_call, stopping
-from lockstep.data.dataloader import resolve_data
+from lockstep.data.dataloader import BatchOptions, EvaluationOptions, resolve_data
 from lockstep.data.loader import EpochBatches
 from lockstep.elastic.membership import membership
 from lockstep.kernel.loss_weights import WeightFunction
@@ -233,7 +233,7 @@ class Trainer(Services):
         *,
         seed: int | None = None,
         epoch: int | None = None,
-        **options: Any,
+        **options: Unpack[BatchOptions],
     ) -> EpochBatches:
         """Return the global batches of one epoch, of which each rank loads its own micro-batches.
 
@@ -332,7 +332,12 @@ class Trainer(Services):
                 return
 
     def evaluate(
-        self, dataset: Any, batch_size: int | None = None, *, ema: bool = False, **options: Any
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        ema: bool = False,
+        **options: Unpack[EvaluationOptions],
     ) -> Evaluation:
         """Return the mean loss and metrics over a dataset, each sample counted once.
 
@@ -355,7 +360,12 @@ class Trainer(Services):
         return evaluation
 
     def predict(
-        self, dataset: Any, batch_size: int | None = None, *, ema: bool = False, **options: Any
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        ema: bool = False,
+        **options: Unpack[EvaluationOptions],
     ) -> Any:
         """Return the model's outputs in evaluation mode for all samples, in the dataset's order.
 
