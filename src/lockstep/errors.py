@@ -3,7 +3,7 @@
 LockstepError                     the message says who, what, where, and what to do
 ├── UsageError                    exit status 2: usage error; nothing was started
 │   ├── LaunchEnvironmentError    environment variables that contradict each other
-│   ├── LayoutError               ranks, replicas and micro-batches that do not fit together
+│   ├── LayoutError               a layout that the numbers, the model or the machine do not allow
 │   └── DatasetError              a dataset that cannot be used as requested
 └── WorkError                     exit status 1: the work failed
     ├── RankError                 a rank raised, exited or was killed

@@ -6,7 +6,13 @@ import pytest
 from torch.distributed import DistBackendError  # type: ignore[attr-defined]
 
 from lockstep.comm.backend_errors import BackendError, PeerLostError
-from lockstep.kernel.errors import LostError, RendezvousError, StoppedError
+from lockstep.kernel.errors import (
+    LayoutError,
+    LostError,
+    RendezvousError,
+    StoppedError,
+    UsageError,
+)
 from lockstep.launcher.failure_codes import find_code, is_lost_peer
 from lockstep.pipeline.p2p import LinkError
 
@@ -24,6 +30,8 @@ CLOSED = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1
         (RendezvousError("any words"), "rendezvous"),
         (BackendError("any words"), "communication"),
         (LinkError("any words"), "communication"),
+        (LayoutError("any words"), "layout"),
+        (UsageError("the layout has no stages"), ""),
         (ValueError("any words"), ""),
         # Words of Lockstep's own messages decide nothing.
         (BackendError(DIED), "communication"),

@@ -666,8 +666,8 @@ def test_a_checkpoint_has_what_a_script_has_changed_in_the_state(ranks, tmp_path
 
 REFUSED_CHANGES = {
     on_rank_1: "rank 1 is publishing the script's changes of the optimizer's state while",
-    keep_something_new: "UsageError: rank 0: AdamW added 'new' to its state after its first",
-    change_a_dtype: "UsageError: rank 0: the state 'exp_avg' has the shape (3,) and the dtype",
+    keep_something_new: "LayoutError: rank 0: AdamW added 'new' to its state after its first",
+    change_a_dtype: "LayoutError: rank 0: the state 'exp_avg' has the shape (3,) and the dtype",
     change_one_piece: "UsageError: the script has changed the optimizer's state of a part of",
 }
 

@@ -43,7 +43,10 @@ class LaunchEnvironmentError(UsageError):
 
 
 class LayoutError(UsageError):
-    """The numbers of ranks, replicas, stages and micro-batches do not fit together."""
+    """A program cannot be trained in the requested layout of ranks, stages and storage.
+
+    The numbers do not fit together, or the model, loss or optimizer does not allow the layout.
+    """
 
 
 class DatasetError(UsageError):
@@ -57,13 +60,19 @@ class WorkError(LockstepError, RuntimeError):
 class RankError(WorkError):
     """A rank raised, exited with a status, or was killed by a signal.
 
-    `rank` is the rank that failed first, `status` its exit status (negative for a signal), and
-    `exception` the class name of the error that it raised. Each is None if it is not known.
+    Attributes:
+        rank: The rank that failed first; None if it is not known.
+        status: Its exit status, negative for a signal; None if it is not known.
+        exception: The class name of the error that it raised; None if it is not known.
+        code: What kind of failure the error is (`lockstep.launcher.failure_codes`).
+        reason: The message of the error, without the rank; "" if it raised none.
     """
 
     rank: int | None = None
     status: int | None = None
     exception: str | None = None
+    code: str = ""
+    reason: str = ""
 
 
 class RendezvousError(WorkError):

@@ -159,9 +159,14 @@ def make_rank_error(outcomes: Iterable[Outcome]) -> RankError | None:
     error = RankError(_describe_early_return(outcomes, failure) or _describe_failure(failure))
     error.rank = failure.rank
     error.status = failure.status
-    error.exception = None if failure.error is None else failure.error["type"]
-    if failure.error is not None and failure.error["traceback"]:
-        error.add_note(f"{failure.name}:\n{failure.error['traceback'].rstrip()}")
+    report = failure.error
+    if report is None:
+        return error
+    error.exception = report["type"]
+    error.code = report["code"]
+    error.reason = report["message"]
+    if report["traceback"]:
+        error.add_note(f"{failure.name}:\n{report['traceback'].rstrip()}")
     return error
 
 

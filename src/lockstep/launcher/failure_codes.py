@@ -5,6 +5,7 @@
     "stopped"         another rank has failed, and has told this one
     "rendezvous"      the ranks did not connect to each other
     "communication"   a call of the backend failed for another reason, such as a timeout
+    "layout"          the program, or this machine, does not allow the layout
 
 The type of an exception decides. Only exceptions of other libraries are judged by their words
 (`lockstep.foreign_messages`).
@@ -17,6 +18,7 @@ from typing import Literal
 from lockstep.foreign_messages import says_lost_peer
 from lockstep.kernel.errors import (
     CommunicationError,
+    LayoutError,
     LostError,
     RendezvousError,
     StoppedError,
@@ -27,7 +29,7 @@ __all__ = ["CONSEQUENCES", "OF_BACKEND", "STOPPED", "FailureCode", "find_code", 
 STOPPED = 75
 """The exit status of a rank that stopped on request and can be resumed (EX_TEMPFAIL)."""
 
-FailureCode = Literal["", "lost", "stopped", "rendezvous", "communication"]
+FailureCode = Literal["", "lost", "stopped", "rendezvous", "communication", "layout"]
 
 CONSEQUENCES = ("lost", "stopped")
 """The codes of failures that another rank's end has caused, if there is one."""
@@ -54,4 +56,6 @@ def find_code(error: BaseException) -> FailureCode:
         return "stopped"
     if isinstance(error, RendezvousError):
         return "rendezvous"
+    if isinstance(error, LayoutError):
+        return "layout"
     return "communication" if isinstance(error, CommunicationError) else ""

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.seeds import isolated, key, seed_all
 from lockstep.model.blocks import BlockSequence
 from lockstep.sharded_tensors import is_sharded, read_version
@@ -346,13 +346,13 @@ class Released(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator of Lockstep; raise UsageError for one of a block or the loss."""
+        """Run an operator of Lockstep; raise LayoutError for one of a block or the loss."""
         if Released.reader is not None:
             leaves = tree_leaves((args, kwargs))
             path = next(
                 getattr(leaf, "path", "a tensor") for leaf in leaves if isinstance(leaf, Released)
             )
-            raise UsageError(
+            raise LayoutError(
                 f"{Released.reader()} reads {path}, which is in another pipeline stage; a block "
                 "reads only tensors of its own stage, and the loss those of the last stage: "
                 "return what it needs as part of a block's output, register a parameter in both "
@@ -416,12 +416,12 @@ def _draw_and_drop(function: Any, args: Any, kwargs: Any) -> None:
     """Draw the random numbers of an operator on released tensors, as the other ranks do.
 
     Raises:
-        UsageError: How many numbers are drawn depends on values that this rank does not have.
+        LayoutError: How many numbers are drawn depends on values that this rank does not have.
     """
     name = function.name().partition("::")[2].partition(".")[0]
     paths = [leaf.path for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Released)]
     if name not in VALUE_FREE:
-        raise UsageError(
+        raise LayoutError(
             f"{name} draws random numbers that depend on {paths[0]}, which is in another pipeline "
             "stage: draw them from a tensor that every rank has, or train without stages"
         )

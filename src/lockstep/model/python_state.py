@@ -24,7 +24,7 @@ import numpy
 import torch
 from torch import nn
 
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import LayoutError
 from lockstep.model.reachable_objects import (
     ATOMS,
     MISSING,
@@ -144,7 +144,7 @@ class PythonState:
             where: Rank, stage, step and micro-batch, for messages.
 
         Raises:
-            UsageError: A forward changed, for the second time, an object that other stages refer
+            LayoutError: A forward changed, for the second time, an object that other stages refer
                 to.
         """
         self._record(before, self.snapshot(), where)
@@ -162,7 +162,7 @@ class PythonState:
             if key in self._users and self._changes[key] > 1:
                 here, elsewhere = self._users[key]
                 changed_entry = describe_entry(holder, changed[0])
-                raise UsageError(
+                raise LayoutError(
                     f"{where}: {here} changes {changed_entry}, which {elsewhere} refers "
                     "to as well; stages are on other ranks, or compute other micro-batches in the "
                     "meantime: return what later blocks need as part of the "
@@ -171,14 +171,14 @@ class PythonState:
             if key not in self._users and (scope := get_scope(holder.value)) is not None:
                 self._assigned |= {(id(scope), name): (scope, name) for name in changed}
 
-    def explain_missing(self, error: AttributeError, where: str) -> UsageError | None:
+    def explain_missing(self, error: AttributeError, where: str) -> LayoutError | None:
         """Return the error for an attribute that a block lacks and another stage may have set."""
         users = self._users.get(id(error.obj))
         if users is None:
             return None
         here, elsewhere = users
         missing = f"{self._holders[id(error.obj)].path}.{error.name}"
-        return UsageError(
+        return LayoutError(
             f"{where}: {here} lacks {missing}, of an object that {elsewhere} refers to as well; "
             "stages do not share objects: return what later blocks need as "
             "part of the block's output, in a tuple"

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import LayoutError
 from lockstep.model.memory_overlap import find_overlaps
 from lockstep.pipeline.boundary import Aliases, Structure, get_aliases
 
@@ -59,13 +59,13 @@ class ReceivedTensors:
             where: Rank, stage, step and micro-batch, for messages.
 
         Raises:
-            UsageError: A block wrote into a tensor that shares memory with another one.
+            LayoutError: A block wrote into a tensor that shares memory with another one.
         """
         written = {n for n, one in self._tensors.items() if _version(one) != self._versions[n]}
         for pair in self._aliases:
             if written.intersection(pair):
                 other = "a buffer, or the targets" if LOCAL in pair else "another one"
-                raise UsageError(
+                raise LayoutError(
                     f"{where}: a block writes in place into an input that shares its memory with "
                     f"{other}; a stage has copies of both, of which only one would change: let the "
                     "previous block return a copy (.clone()), or do not write in place"
@@ -100,10 +100,10 @@ class SentTensors:
             where: Rank, stage, step and micro-batch, for messages.
 
         Raises:
-            UsageError: A block wrote into a tensor that it had returned.
+            LayoutError: A block wrote into a tensor that it had returned.
         """
         if any(_version(tensor) != version for tensor, version in self._sent):
-            raise UsageError(
+            raise LayoutError(
                 f"{where}: a block wrote into a tensor that it had returned for this micro-batch, "
                 "while it computed another one: with stages, several micro-batches are in flight, "
                 "so return a tensor that is not written again (.clone())"

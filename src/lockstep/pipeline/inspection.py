@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.foreign_messages import META_DEVICE
-from lockstep.kernel.errors import LossError, UsageError
+from lockstep.kernel.errors import LayoutError, LossError
 from lockstep.model.deferred_init import Released
 from lockstep.model.forward import call_model
 from lockstep.model.generator_states import state_of_others
@@ -78,7 +78,7 @@ class BlockInspector:
         value = self.call_in_turn(blocks, data, where)
         self.state.record_changes(contents, where)
         if state_of_others() != before:
-            raise UsageError(
+            raise LayoutError(
                 f"{where}: a block draws from Python's or numpy's random numbers, which are "
                 "seeded once per micro-batch, not in every stage; draw them from torch "
                 "(torch.rand)"
@@ -105,7 +105,7 @@ class BlockInspector:
             for tensor in tensors:
                 names = [] if isinstance(tensor, nn.Parameter) else list(vars(tensor))
                 if names:
-                    raise UsageError(
+                    raise LayoutError(
                         f"{where}: a block returned a tensor with the attribute {names[0]}, which "
                         "the next stage would not get: return the value beside the tensor, in a "
                         "tuple"
@@ -128,7 +128,7 @@ class BlockInspector:
         with self._explaining(where, "a hook or an autograd function"):
             yield
         if before is not None and state_of_others() != before:
-            raise UsageError(
+            raise LayoutError(
                 f"{where}: backward (a hook or an autograd function) draws from Python's or "
                 "numpy's random numbers, whose state stages do not transfer; draw them "
                 "from torch (torch.rand)"
@@ -159,7 +159,7 @@ class BlockInspector:
         except (RuntimeError, LossError) as error:
             if not META_DEVICE.search(str(error)):
                 raise
-            raise UsageError(
+            raise LayoutError(
                 f"{self._describe_reader()} computes with a tensor on the meta device, which is "
                 "the device of the parameters of other stages: take the device from its inputs "
                 f"({(str(error).splitlines() or [''])[0]})"

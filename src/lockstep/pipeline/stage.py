@@ -24,7 +24,7 @@ from torch import nn
 from lockstep.data.microbatch import Microbatch, clone_tensors, map_tensors
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.buffers import Buffers
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import LayoutError
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.deferred_init import make_released
@@ -350,7 +350,7 @@ class Stage:
             ):
                 in_flight.split.backward_weights()
             if state_of_torch(self._device) != before:
-                raise UsageError(
+                raise LayoutError(
                     f"{where}: a hook of a tensor in the blocks {', '.join(self.blocks)} draws "
                     'random numbers in backward, and schedule="zero-bubble" may call it twice: '
                     "draw them in a hook of a parameter or in an autograd function, or choose "

@@ -34,7 +34,7 @@ from lockstep.comm.memory_format import in_format_of, in_layout_of
 from lockstep.comm.native_all_reduce import DTYPES
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.shared_pieces import SharedPiece, SharedPieces
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.norm import in_memory_order
 from lockstep.training.optimizer_checks import make_twin, without_hooks
 from lockstep.training.shared_parameters import SharedParameters, allocate
@@ -61,7 +61,7 @@ def _require_own_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Refuse a state of whole parameters, which the trainer loads into the places of the pieces."""
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if state["state"] or sizes != [len(group["params"]) for group in optimizer.param_groups]:
-        raise UsageError(
+        raise LayoutError(
             'with storage="shared" trainer.optimizer has only this rank\'s pieces of the '
             "parameters: load a state with trainer.load_state_dict({**trainer.state_dict(), "
             '"optimizer": state}) on every rank'
@@ -74,7 +74,7 @@ class SharedOptimizer:
     """An optimizer that steps this rank's pieces of parameters that all ranks share.
 
     Construct it on every rank, before the scheduler. The parameters in the groups of `optimizer`
-    are replaced by this rank's pieces. Raises UsageError for an optimizer that cannot update
+    are replaced by this rank's pieces. Raises LayoutError for an optimizer that cannot update
     slices of parameters.
 
     Attributes:
@@ -203,7 +203,7 @@ class SharedOptimizer:
             return _Entry("elements", value.dtype)
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             return _Entry("scalar", value.dtype)
-        raise UsageError(
+        raise LayoutError(
             f"{type(self._optimizer).__name__} keeps {key!r} for each parameter, which is neither "
             "a tensor with one value per element nor one with a single value, so it cannot update "
             'slices of parameters: keep such tensors, or train with storage="replicated"'
@@ -293,7 +293,7 @@ class SharedOptimizer:
         for key, value in state.items():
             stored = self._places[piece].get(key)
             if stored is None:
-                raise UsageError(
+                raise LayoutError(
                     f"{type(self._optimizer).__name__} added {key!r} to its state after its "
                     'first step, which cannot be shared: train with storage="replicated"'
                 )
@@ -303,7 +303,7 @@ class SharedOptimizer:
                 stored.copy_(value)
                 state[key] = stored
             else:
-                raise UsageError(
+                raise LayoutError(
                     f"{type(self._optimizer).__name__} keeps {key!r} as {value!r}, and kept a "
                     "tensor in its first step, which cannot be shared: always keep a tensor, or "
                     'train with storage="replicated"'
@@ -330,29 +330,33 @@ class SharedOptimizer:
         """Make the script's changes of the state visible to all ranks; a collective call if any.
 
         Raises:
-            UsageError: An entry cannot be shared, or differs between pieces; on every rank.
+            LayoutError: An entry cannot be shared; on every rank.
+            UsageError: An entry differs between pieces; on every rank.
         """
         if not self.has_edits:
             return
         keys: dict[str, list[str]] = {}
         refusal = ""
+        is_of_layout = False
         try:
             keys = self._store_edits()
         except UsageError as error:
             refusal = f"rank {self._rank}: {error}"
-        message = json.dumps([keys, refusal]).encode()
+            is_of_layout = isinstance(error, LayoutError)
+        message = json.dumps([keys, refusal, is_of_layout]).encode()
         # The topic is the same at every call: one rank may read the state alone, before the step in
         # which the others publish it. The exchange also waits for the writes of all ranks.
         messages = map(json.loads, all_gather_bytes(message, EDITS, self._group))
         found: dict[int, list[str]] = {}
-        failure = ""
-        for of_rank, refusal in messages:
-            failure = failure or refusal
+        failure: UsageError | None = None
+        for of_rank, refusal, is_of_layout in messages:
+            if refusal and failure is None:
+                failure = LayoutError(refusal) if is_of_layout else UsageError(refusal)
             for number, present in of_rank.items():
                 if found.setdefault(int(number), present) != present:
                     failure = failure or self._refuse_part(int(number))
-        if failure:
-            raise UsageError(failure)
+        if failure is not None:
+            raise failure
         for index, present in found.items():
             self._missing[index] = {*self._get_entries(index)} - {*present}
         self.stepped = {index for index, present in found.items() if present}
@@ -371,7 +375,7 @@ class SharedOptimizer:
                 if stored is None or not isinstance(value, torch.Tensor):
                     continue  # refused below
                 if (value.shape, value.dtype) != (stored.shape, stored.dtype):
-                    raise UsageError(
+                    raise LayoutError(
                         f"the state {key!r} has the shape {tuple(value.shape)} and the dtype "
                         f"{value.dtype}, and had {tuple(stored.shape)} and {stored.dtype}, which "
                         'cannot change with storage="shared"'
@@ -380,11 +384,11 @@ class SharedOptimizer:
                 self._store_state(piece, state)
             present = sorted(state)
             if keys.setdefault(str(piece.index), present) != present:
-                raise UsageError(self._refuse_part(piece.index))
+                raise self._refuse_part(piece.index)
         return keys
 
-    def _refuse_part(self, index: int) -> str:
-        return (
+    def _refuse_part(self, index: int) -> UsageError:
+        return UsageError(
             "the script has changed the optimizer's state of a part of the parameter of shape "
             f"{tuple(self._parameters[index].shape)}, of which ranks have pieces: change the state "
             "of all parameters of a group alike, on every rank"

@@ -19,7 +19,7 @@ from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.planned_buckets import BUCKET_BYTES
 from lockstep.data_parallel.shared_pieces import SharedPieces
-from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.errors import LayoutError
 from lockstep.kernel.norm import is_dense
 from lockstep.launcher.malloc import release_freed_memory
 from lockstep.model.parallel_context import ParallelContext
@@ -61,7 +61,7 @@ def share_parameters(
     sparse = sparse_weights(module for called in modules for module in called.modules())
     for name, parameter in named:
         if parameter in sparse:
-            raise UsageError(
+            raise LayoutError(
                 f'storage="shared" cannot train {name}, whose gradient is sparse: make its '
                 'Embedding with sparse=False, or train with storage="replicated"'
             )

@@ -18,7 +18,7 @@ from weakref import WeakSet
 from torch import nn
 
 from lockstep.compiled_wrapper import unwrap
-from lockstep.kernel.errors import GradientError, LossError, UsageError
+from lockstep.kernel.errors import GradientError, LayoutError, LossError, UsageError
 from lockstep.kernel.step import OptimizerStep, PreparedStep
 from lockstep.kernel.step_context import Attempt, StepContext
 from lockstep.kernel.step_hooks import CommittedStep, RepeatStep
@@ -153,9 +153,9 @@ class StepOperation:
             )
 
     def require_whole_model(self) -> None:
-        """Raise UsageError if the script cannot compute micro-batches itself."""
+        """Raise LayoutError if the script cannot compute micro-batches itself."""
         if self._parallel.stages > 1:
-            raise UsageError(
+            raise LayoutError(
                 "a manual step needs the whole model on every rank: with stages, call "
                 "trainer.step(batch), or train without pipeline="
             )

@@ -353,6 +353,55 @@ def test_a_layout_that_the_model_refuses_is_not_applicable(check):
     assert "1f1b): not applicable" in result.stderr
 
 
+NUMPY_DRAW = """
+import numpy
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + float(numpy.random.rand())
+
+model = nn.Sequential(Noisy(6, 6), nn.Linear(6, 4))
+"""
+
+SPARSE = """
+model = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(), nn.Linear(12, 4))
+trainer = ls.Trainer(model, nn.CrossEntropyLoss(), sgd)
+while True:
+    trainer.step((torch.randint(0, 9, (16, 2)), torch.randint(0, 4, (16,))))
+"""
+
+# what does not allow a layout -> the script, the layout, and what it is told
+REFUSALS = {
+    "a draw from numpy": (NUMPY_DRAW + TRAIN, STAGES[1], "draws from Python's or numpy's random"),
+    "sparse gradients": (SPARSE, Layout(2, "lockstep", shared=True), "whose gradient is sparse"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_of_a_layout_is_not_applicable(check, name):
+    source, layout, said = REFUSALS[name]
+    result, found = check(source, layouts=[PLAIN[0], layout])
+    assert result.exit_code == 0, result.output
+    (refused,) = found["not_applicable"]
+    assert said in refused["reason"]
+    assert not refused["reason"].startswith("rank 0 failed")
+
+
+@pytest.mark.parametrize(
+    "error", ["ls.errors.UsageError", "type('LayoutError', (ValueError,), {})"]
+)
+def test_words_and_names_of_an_error_make_no_layout_inapplicable(check, error):
+    source = f"""
+if ls.world_size() == 2:
+    raise {error}("the curriculum has no shared stage for a second GPU")
+model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+"""
+    result, found = check(source + TRAIN, layouts=STAGES[:2])
+    assert result.exit_code == 1
+    assert [each["verdict"] for each in found["layouts"]] == ["reference", "failed"]
+    assert found["not_applicable"] == []
+
+
 def test_more_replicas_than_microbatches_are_not_applicable(check):
     result, found = check(
         "model = nn.Linear(6, 4)" + TRAIN.replace("sgd)", "sgd, microbatches=2)"), layouts=PLAIN

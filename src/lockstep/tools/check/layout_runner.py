@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.kernel.errors import RankError
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.tools.check.difference import RankFingerprint
 from lockstep.tools.check.layouts import Layout
 from lockstep.tools.check.session_launch import launch_session, run_script
 
-__all__ = ["LayoutRun", "is_refusal", "run_layout"]
+__all__ = ["LayoutRun", "run_layout"]
 
 
 @dataclass(frozen=True)
@@ -96,10 +94,9 @@ def run_layout(
     ranks = tuple(map(_fingerprint, run.values))
     if run.error is None:
         return LayoutRun(layout, steps, run.seconds, ranks)
-    said = str(run.error)
-    is_refused = is_refusal(layout, run.error)
-    if is_refused:  # by every rank, so the number of the first one to do so is left out
-        said = re.sub(r"^rank \d+ failed: ", "", said)
+    is_refused = run.error.code == "layout"
+    # By every rank, so the number of the first one to do so is left out.
+    said = run.error.reason if is_refused else str(run.error)
     return LayoutRun(layout, steps, run.seconds, ranks, said, False, is_refused, run.details)
 
 
@@ -128,13 +125,3 @@ def _fingerprint(values: Sequence[Any]) -> RankFingerprint:
         else:
             fingerprint.steps.append(value)
     return fingerprint
-
-
-def is_refusal(layout: Layout, error: RankError) -> bool:
-    """Return whether an error says that the model, or this machine, does not allow the layout."""
-    if error.exception == "LayoutError":
-        return True
-    words = {"stage": layout.stages > 1, "shared": layout.shared, "GPU": layout.ranks > 1}
-    return error.exception == "UsageError" and any(
-        applies and word in str(error) for word, applies in words.items()
-    )
