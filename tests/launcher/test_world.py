@@ -320,7 +320,25 @@ def test_a_store_of_torch_answers_the_greeting(is_uv):
         connection.sendall(rendezvous.GREETING)
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == rendezvous.PING_NUMBER
-    assert rendezvous._find_reason("127.0.0.1", store.port, time.monotonic() + 30) == ""
+    assert rendezvous._try_address("127.0.0.1", store.port, time.monotonic() + 30) is None
+
+
+def test_why_no_store_answers_is_a_code():
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+
+    def answer():
+        with listening.accept()[0] as connection:
+            connection.sendall(b"HTTP")
+
+    other = threading.Thread(target=answer)
+    other.start()
+    found = rendezvous._try_address("127.0.0.1", port, time.monotonic() + 30)
+    other.join()
+    assert (found.code, found.reason) == ("foreign", rendezvous.FOREIGN)
+    listening.close()
+    found = rendezvous._try_address("127.0.0.1", port, time.monotonic() + 30)
+    assert found == ("refused", "connection refused")
 
 
 @pytest.mark.timeout(20)

@@ -33,9 +33,16 @@ class LockstepError(Exception):
 
 
 class UsageError(LockstepError, ValueError):
-    """Lockstep was used in a way that cannot work."""
+    """Lockstep was used in a way that cannot work.
+
+    `reason` is the message without the advice at its end, of an error that is made with both.
+    """
 
     exit_status = 2
+
+    def __init__(self, reason: object = "", advice: str = "") -> None:
+        super().__init__(f"{reason}{advice}")
+        self.reason = str(reason)
 
 
 class LaunchEnvironmentError(UsageError):

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Literal, NamedTuple
 
 from torch.distributed import (  # type: ignore[attr-defined]
     DistError,
@@ -76,7 +77,13 @@ RETRY = 0.1  # seconds between two attempts
 PING_NUMBER = b"\x01\x02\x03\x04"
 GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + PING_NUMBER
 FOREIGN = "a program that is not the store of this run listens there: choose another port"
-REFUSED = os.strerror(errno.ECONNREFUSED).lower()
+
+
+class NoAnswer(NamedTuple):
+    """Why no store answers at an address: what was observed, and the same in words."""
+
+    code: Literal["foreign", "refused", "unreachable"]
+    reason: str
 
 
 class ProcessState:
@@ -248,8 +255,9 @@ def _connect(rank_info: RankInfo, address: str, port: int, deadline: float) -> S
     """Connect as soon as the store answers; print notes if that takes long."""
     wait = LongWait(deadline - time.monotonic())
     where = f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, MASTER_PORT)"
-    while reason := _find_reason(address, port, deadline):
-        advice = _advise(rank_info, address, reason)
+    while (failure := _try_address(address, port, deadline)) is not None:
+        reason = failure.reason
+        advice = _advise(rank_info, address, failure)
         if wait.left <= 0:
             raise RendezvousError(f"{where} within {wait.waited:.0f} s: {reason}{advice}")
         if is_speaker(rank_info) and wait.is_note_due():
@@ -264,12 +272,12 @@ def _connect(rank_info: RankInfo, address: str, port: int, deadline: float) -> S
         raise RendezvousError(f"{where}: {FOREIGN}") from error
 
 
-def _advise(rank_info: RankInfo, address: str, reason: str) -> str:
+def _advise(rank_info: RankInfo, address: str, failure: NoAnswer) -> str:
     """Return what to check if the store does not answer."""
-    if reason == FOREIGN:
+    if failure.code == "foreign":
         return " with --master-port (MASTER_PORT) on every host"
     numeric = resolve_address(address)[1]
-    if rank_info.is_single_host or reason != REFUSED or not is_loopback(numeric):
+    if rank_info.is_single_host or failure.code != "refused" or not is_loopback(numeric):
         return "; check that rank 0 was started there and that no firewall is in between"
     resolved = "" if numeric == address else f"{numeric}, "
     return (
@@ -279,31 +287,35 @@ def _advise(rank_info: RankInfo, address: str, reason: str) -> str:
     )
 
 
-def _find_reason(address: str, port: int, deadline: float) -> str:
-    """Return why no TCPStore answers at an address; "" if one does."""
+def _try_address(address: str, port: int, deadline: float) -> NoAnswer | None:
+    """Return why no TCPStore answers at an address; None if one does."""
     timeout = min(CONNECT_TIMEOUT, max(0.1, deadline - time.monotonic()))
     try:
         with socket.create_connection((address, port), timeout=timeout) as connection:
-            return _greet(connection, min(timeout, GREET_TIMEOUT))
+            is_store = _greet(connection, min(timeout, GREET_TIMEOUT))
+            return None if is_store else NoAnswer("foreign", FOREIGN)
     except TimeoutError:
-        return "timed out"
+        return NoAnswer("unreachable", "timed out")
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise RendezvousError(
                 "this process cannot connect to the other ranks: it has too many open files; "
                 "raise the limit (ulimit -n)"
             ) from None
-        return (error.strerror or str(error)).lower()
+        is_refused = error.errno == errno.ECONNREFUSED
+        words = (error.strerror or str(error)).lower()
+        return NoAnswer("refused" if is_refused else "unreachable", words)
 
 
-def _greet(connection: socket.socket, timeout: float) -> str:
+def _greet(connection: socket.socket, timeout: float) -> bool:
+    """Return whether the store of a run answers."""
     connection.settimeout(timeout)
     answer = b""
     with contextlib.suppress(OSError):
         connection.sendall(GREETING)
         connection.shutdown(socket.SHUT_WR)
         answer = connection.recv(len(PING_NUMBER))
-    return "" if answer == PING_NUMBER else FOREIGN
+    return answer == PING_NUMBER
 
 
 def _time_left(deadline: float) -> timedelta:

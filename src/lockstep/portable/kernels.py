@@ -139,7 +139,7 @@ def _choose(set_variable: Callable[[str, str], None], say: Callable[[str], None]
     try:
         variables = find_missing_variables(os.environ, OF_TORCH)
     except UsageError as error:
-        return f"because {str(error).partition(',')[0]}"
+        return f"because {error.reason}"
     # Asked first, and before the other libraries: torch has chosen its kernels if it has computed
     # anything, and then MKL, which is slow with its variable, must not read it.
     first = "ATEN_CPU_CAPABILITY"

@@ -77,8 +77,8 @@ def find_missing_variables(
     for name, value in variables.items():
         if environ.get(name, value).lower() != value.lower():
             raise UsageError(
-                f"{name}={environ[name]} contradicts portable arithmetic, which needs {value}: "
-                "unset it, or run without --portable"
+                f"{name}={environ[name]} contradicts portable arithmetic",
+                f", which needs {value}: unset it, or run without --portable",
             )
     return {name: value for name, value in variables.items() if name not in environ}
 

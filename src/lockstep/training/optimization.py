@@ -32,7 +32,7 @@ from lockstep.training.optimizer_checks import (
     require_parameterwise,
 )
 from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
-from lockstep.training.sharded_step import explain_cut, require_shardable
+from lockstep.training.sharded_step import CUT_ADVICE, explain_cut, require_shardable
 from lockstep.training.shared_optimizer import SharedOptimizer
 
 __all__ = ["Optimization", "OptimizerHookCheck", "copy_on_meta", "make_average"]
@@ -182,7 +182,7 @@ class Optimization:
                         continue
                     reason = explain_cut(optimizer, group, parameter, self._shards)
                     if reason:
-                        return f"{self.names[parameter]} {reason}"
+                        return f"{self.names[parameter]} {reason}{CUT_ADVICE}"
                     self._trained.add(parameter)
         return ""
 

@@ -115,13 +115,14 @@ def require_elementwise(optimizer: Optimizer) -> None:
     if is_torchs(optimizer):
         raise LayoutError(
             f"torch's {name} does not treat each element of a parameter by itself, so it cannot "
-            "step slices of parameters: use another optimizer, such as AdamW, or train with "
-            'storage="replicated"'
+            "step slices of parameters",
+            ': use another optimizer, such as AdamW, or train with storage="replicated"',
         )
     raise LayoutError(
         f"{name} is not known to treat each element of a parameter by itself, so it cannot "
-        f"step slices of parameters: if it does, set {name}.lockstep_elementwise = True, and "
-        'otherwise train with storage="replicated"'
+        "step slices of parameters",
+        f": if it does, set {name}.lockstep_elementwise = True, and otherwise train with "
+        'storage="replicated"',
     )
 
 

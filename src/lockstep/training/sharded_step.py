@@ -23,10 +23,16 @@ from lockstep.kernel.norm import compute_squares
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.optimizer_checks import is_torchs, require_elementwise
 
-__all__ = ["choose_squares", "explain_cut", "require_shardable", "rounds_alike"]
+__all__ = ["CUT_ADVICE", "choose_squares", "explain_cut", "require_shardable", "rounds_alike"]
 
 WIDTH = 64
 """Elements, a multiple of the length of vector instructions."""
+
+CUT_ADVICE = (
+    ": use one of torch's optimizers without fused=True and float32 parameters, or a dimension 0 "
+    "that the number of ranks divides"
+)
+"""What to do about a cut, after the words of `explain_cut`."""
 
 EXACT = (torch.float32, torch.float64)
 """The dtypes in which torch's optimizers round alike with and without vector instructions.
@@ -66,12 +72,13 @@ def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], r
         if (is_fused and not has_fused) or kind is torch.optim.Rprop:
             raise LayoutError(
                 f"torch cannot step the shards of parameters by {kind.__name__}"
-                f"{' with fused=True: leave fused out' if is_fused else ': use another optimizer'}"
+                f"{' with fused=True' if is_fused else ''}",
+                f": {'leave fused out' if is_fused else 'use another optimizer'}",
             )
         for parameter in group["params"]:
             reason = explain_cut(optimizer, group, parameter, ranks)
             if reason:
-                raise LayoutError(f"{names.get(parameter, 'a parameter')} {reason}")
+                raise LayoutError(f"{names.get(parameter, 'a parameter')} {reason}", CUT_ADVICE)
 
 
 def explain_cut(
@@ -95,7 +102,5 @@ def explain_cut(
     kind = type(optimizer).__name__
     return (
         f"{tuple(parameter.shape)} is cut after {cuts[0]} elements on {ranks} ranks, no multiple "
-        f"of {WIDTH}, and {kind} may round the last elements differently: use one of torch's "
-        "optimizers without fused=True and float32 parameters, or a dimension 0 that the number "
-        "of ranks divides"
+        f"of {WIDTH}, and {kind} may round the last elements differently"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -35,5 +36,6 @@ def test_what_the_backend_or_the_optimizer_excludes(monkeypatch, backend, make, 
     for storage, reason in {"shared": shared, "sharded": sharded}.items():
         assert (storage in found) == (reason is not None)
         assert found.get(storage, "").startswith(reason or "")
+        assert not re.search("use another|leave", found.get(storage, ""))  # without the advice
     session.optimizers = [*session.optimizers] * 2
     assert "shared" in session.find_refusals(module)

@@ -101,7 +101,7 @@ class MemorySession:
                 try:
                     check()
                 except UsageError as error:
-                    found[storage] = found[storage] or str(error).partition(":")[0]
+                    found[storage] = found[storage] or error.reason
         return {storage: reason for storage, reason in found.items() if reason}
 
     def end(self, training: TrainingMemory) -> NoReturn:

@@ -482,10 +482,12 @@ class RunCheckpoints:
             if self._parallel.rank != 0:
                 return b""
             try:
-                return b"+" + function().encode()
+                said = {"failure": "", "text": function()}
             except (FileError, UsageError) as error:
                 failure = error
-                return type(error).__name__[0].encode() + str(error).encode()
+                kind = "file" if isinstance(error, FileError) else "usage"
+                said = {"failure": kind, "text": str(error)}
+            return json.dumps(said).encode()
 
         about = "looking for checkpoints"
         group = self._parallel.group
@@ -494,10 +496,10 @@ class RunCheckpoints:
         )
         if failure is not None:
             raise failure
-        kind = message[:1]
-        text = message[1:].decode()
-        if kind != b"+":
-            raise (FileError if kind == b"F" else UsageError)(text)
+        said = json.loads(message)
+        text: str = said["text"]
+        if said["failure"]:
+            raise (FileError if said["failure"] == "file" else UsageError)(text)
         return text
 
 
