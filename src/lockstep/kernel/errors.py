@@ -107,10 +107,12 @@ class SampleError(WorkError):
 class LossError(WorkError):
     """A loss is not a scalar, is not finite, or its function raised an error.
 
-    `microbatch` is the first micro-batch whose loss is not finite; None for other failures.
+    `microbatch` is the first micro-batch whose loss is not finite, and `loss` is that loss, such
+    as "nan"; None and "" for other failures.
     """
 
     microbatch: int | None = None
+    loss: str = ""
 
 
 class GradientError(WorkError):

@@ -43,18 +43,20 @@ def raise_failure(step: StepContext, summary: StatusSummary) -> None:
 def _explain_loss(
     step: StepContext, lost: NonFiniteLoss, warnings: Sequence[tuple[int, StepWarning]]
 ) -> LossError:
-    place = f"rank {lost.rank}, step {step.number}, micro-batch {lost.leaf}"
     advice = ""
     kinds = {warning.kind for _, warning in warnings}
-    ignores_targets = not kinds.isdisjoint({"ignored_targets", "not_additive"})
-    if math.isnan(lost.loss) and ignores_targets:
+    if math.isnan(lost.loss) and not kinds.isdisjoint({"ignored_targets", "not_additive"}):
         loss = "torch.nn.CrossEntropyLoss()" if step.parallel.loss is None else "loss"
         advice = (
             " (if it ignores all targets of the micro-batch, pass loss_weight="
             f"ls.target_weight({loss}) to the trainer)"
         )
-    error = LossError(f"{place}: the loss is {lost.loss}{advice}")
+    error = LossError(
+        f"rank {lost.rank}, step {step.number}, micro-batch {lost.leaf}: the loss is "
+        f"{lost.loss}{advice}"
+    )
     error.microbatch = lost.leaf
+    error.loss = str(lost.loss)
     return error
 
 

@@ -302,9 +302,10 @@ def _try_address(address: str, port: int, deadline: float) -> NoAnswer | None:
                 "this process cannot connect to the other ranks: it has too many open files; "
                 "raise the limit (ulimit -n)"
             ) from None
-        is_refused = error.errno == errno.ECONNREFUSED
-        words = (error.strerror or str(error)).lower()
-        return NoAnswer("refused" if is_refused else "unreachable", words)
+        return NoAnswer(
+            "refused" if isinstance(error, ConnectionRefusedError) else "unreachable",
+            (error.strerror or str(error)).lower(),
+        )
 
 
 def _greet(connection: socket.socket, timeout: float) -> bool:

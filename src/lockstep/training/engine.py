@@ -314,6 +314,7 @@ class Engine:
                 state.optimizer_digest,
                 setup.optimization.local_state,
                 self.settle,
+                state.history.failure,
                 setup.optimization.optimizers,
                 is_exact=self.options.is_exact,
             )

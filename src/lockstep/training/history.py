@@ -110,8 +110,8 @@ class History(StepHook):
         self.epochs = 0
         """The number of epochs in the record."""
         self.last: StepResult | None = None
-        self.failures: list[str] = []
-        """The failures of the latest step; empty if it succeeded."""
+        self.failure: dict[str, Any] = {}
+        """The failure of the latest step, as fields of the last line; empty if it succeeded."""
         self._backlog: deque[tuple[str, dict[str, Any]]] | None = None
 
     def keep_backlog(self) -> None:
@@ -184,7 +184,7 @@ class History(StepHook):
         """Add one step, and the usage of the ranks in it."""
         if self._pending is not None:
             self.flush()
-        self.failures.clear()
+        self.failure.clear()
         self._usage = usage
         self._open.add(result)
         self.samples += result.samples
@@ -311,6 +311,8 @@ class History(StepHook):
         self.flush()
         if self.progress is not None:
             self.progress.close()
+        if fields["state"] == "failed":
+            fields = self.failure | fields
         if self.last is not None:
             fields |= {"loss": self.last.loss, "metrics": self.last.metrics}
         self.write("end", **_without_none(fields | {"samples": self.samples}))

@@ -56,6 +56,7 @@ class ObservedTrainer:
         optimizer_state: The function that returns the optimizer's state on this rank, by names
             such as "weight/exp_avg".
         settle: The function that commits the last step of a script's loop, if it is still open.
+        failure: The failure of its latest step, as fields of the record's last line, from now on.
         optimizers: The optimizers.
         is_exact: Whether it is a handle of `ls.exact`.
     """
@@ -69,6 +70,7 @@ class ObservedTrainer:
     optimizer_digest: Callable[[], str]
     optimizer_state: Callable[[], Mapping[str, Any]]
     settle: Callable[[], None]
+    failure: Mapping[str, Any]
     optimizers: Sequence[Optimizer] = ()
     is_exact: bool = False
 

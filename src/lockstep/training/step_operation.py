@@ -233,7 +233,12 @@ class StepOperation:
     def _fail(self, attempt: Attempt, error: BaseException) -> None:
         self._run.safe_points.abandon()
         attempt.fail(error)
-        self._state.history.failures[:] = [f"{type(error).__name__}: {error}"]
+        code = type(error).__name__
+        failure = self._state.history.failure
+        failure.clear()
+        failure.update(message=f"{code}: {error}", step=attempt.step, code=code)
+        if isinstance(error, LossError) and error.loss:
+            failure.update(microbatch=error.microbatch, value=error.loss)
 
 
 class OpenStep:

@@ -117,6 +117,16 @@ LOSS = (
 )
 
 
+STOP = {"step": 7, "code": "LossError", "microbatch": 3, "value": "nan"}
+
+
+def test_a_loss_that_is_not_finite_is_compared_by_fields_and_not_by_words():
+    recorded = find_recorded(make_run(end=STOP), {}, 7)
+    for change in ({}, {"step": 6}, {"microbatch": 2}, {"value": "inf"}):
+        replay = Replay([], 0, 1.0, LOSS, stop=STOP | change)
+        assert compare(REQUEST, recorded, replay).equal is not bool(change)
+
+
 def test_the_step_in_which_a_run_stopped_is_equal_where_the_replay_stops_alike():
     run = make_run(end={"state": "failed", "message": LOSS})
     recorded = find_recorded(run, {}, 7)

@@ -113,7 +113,9 @@ def test_a_trainer_that_is_dropped_ends_its_run(tmp_path):
     del first, second
     gc.collect()
     assert read_run(tmp_path / "first").state == "failed"
-    assert "the loss is nan" in read_run(tmp_path / "first").end["message"]
+    end = read_run(tmp_path / "first").end
+    assert "the loss is nan" in end["message"]
+    assert end["value"] == "nan"
     assert read_run(tmp_path / "second").state == "done"
     del third
     gc.collect()

@@ -21,7 +21,9 @@ STOPPED_AT = re.compile(
     r"step (?P<step>\d+)(?:, micro-batch (?P<microbatch>\d+))?: "
     r"(?:the [\w ]+ is -?(?:nan|inf)|[^;\n]+)"
 )
-"""The part of an error's message about a step that does not depend on the layout or the folder."""
+"""The part of an error's message about a step that does not depend on the layout or the folder.
+
+Only for records of earlier versions, and for errors other than a loss that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class ReplayComparison:
             "from_step": self.replay.base,
             "seconds": round(self.replay.seconds, 3),
             "failure": self.replay.failure or None,
+            "stop": self.replay.stop,
         }
 
 
@@ -105,13 +108,21 @@ def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> R
     """
     if number in steps:
         return Recorded(steps[number], run.digests.get(number + 1))
-    message = str((run.end or {}).get("message") or "")
+    end = run.end or {}
+    message = str(end.get("message") or "")
+    if "value" in end and end.get("step") == number:
+        return Recorded(None, failure=_describe(end), microbatch=end["microbatch"])
     stop = STOPPED_AT.search(message)
     if stop is not None and int(stop["step"]) == number:
         microbatch = None if stop["microbatch"] is None else int(stop["microbatch"])
         return Recorded(None, failure=stop[0], microbatch=microbatch)
     is_next = run.state == "failed" and number == max(steps, default=-1) + 1
     return Recorded(None, failure=message.splitlines()[0] if message and is_next else "")
+
+
+def _describe(end: Mapping[str, Any]) -> str:
+    """Return why a run stopped for a loss that is not finite."""
+    return "step {step}, micro-batch {microbatch}: the loss is {value}".format(**end)
 
 
 def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> ReplayComparison:
@@ -166,7 +177,8 @@ def _compare_stop(result: ReplayComparison) -> ReplayComparison:
     """
     request = result.request
     recorded = result.recorded
-    now = result.replay.failure
+    stop = result.replay.stop or {}
+    now = _describe(stop) if "value" in stop else result.replay.failure
     if result.replayed is not None and request.is_alone:
         if request.microbatch != recorded.microbatch:
             return result

@@ -18,7 +18,7 @@ from lockstep.record.sources import find_named_variables
 from lockstep.redaction import redact
 from lockstep.tools.check.session_launch import launch_session
 from lockstep.tools.replay.recorded_program import Base, Program
-from lockstep.tools.replay.result import Replay, ReplayedStep, ReplayRequest
+from lockstep.tools.replay.result import Replay, ReplayRequest
 from lockstep.tools.replay.stored_sources import StoredSources
 
 __all__ = ["run_program"]
@@ -40,11 +40,12 @@ def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
         order = (program, base, request)
         run = launch_session(_start, order, request.ranks, has_terminal=request.debug)
     steps = run.values[0]
-    failure = "" if run.error is None else str(run.error)
+    stop = steps.pop() if steps and isinstance(steps[-1], dict) else None
+    failure = "" if run.error is None else redact(str(run.error))
     is_left = run.error is not None and run.error.exception == DEBUGGER_LEFT
     if not failure and len(steps) != request.last + 1 - request.first:
         failure = f"the program ended before step {request.last} was finished"
-    return Replay(steps, base.steps, run.seconds, redact(failure), run.details, is_left)
+    return Replay(steps, base.steps, run.seconds, failure, run.details, is_left, redact(stop))
 
 
 @contextlib.contextmanager
@@ -74,7 +75,7 @@ def _environment(program: Program) -> Iterator[None]:
 
 
 def _start(
-    record: Callable[[ReplayedStep], None],
+    record: Callable[[Any], None],
     folder: Path,
     program: Program,
     base: Base,

@@ -41,7 +41,8 @@ class ReplaySession:
         trainer: The trainer that they belong to: the index of the call of `ls.launch` in the
             program (None outside of such a call), and the index of the trainer in that call.
         checkpoint: The checkpoint from which the replay begins; None for the beginning.
-        record: Called with each wanted step; the same on every rank except for fingerprints.
+        record: Called with each wanted step, the same on every rank except for fingerprints, and
+            with the failure of a step for which the program ends, as a dict.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ReplaySession:
         request: ReplayRequest,
         trainer: tuple[int | None, int],
         checkpoint: Path | None,
-        record: Callable[[ReplayedStep], None],
+        record: Callable[[Any], None],
     ) -> None:
         self.request = request
         self.record = record
@@ -80,7 +81,9 @@ class ReplaySession:
             self._observed.settle()
 
     def record_unfinished(self) -> None:
-        """Do nothing: a step that fails has no results."""
+        """Record the failure of a step, which has no other results."""
+        if self._observed is not None and self._observed.failure:
+            self.record(self._observed.failure)
 
 
 class UnobservedTrainer:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep.audit.operator_call import KeptTensors, OperatorCall
 from lockstep.model.fingerprint import StepFingerprint
@@ -92,6 +93,8 @@ class Replay:
         seconds: The time from the start of the ranks to their end, in seconds.
         failure: A sentence about why it ended too early; "" if it did not.
         details: The traceback and the last lines of output of the failed rank.
+        stop: The failure of a step for which it ended, as fields of a record's last line; None
+            for other failures, and if it did not fail.
         is_left: Whether the user left the debugger before the micro-batch was computed.
     """
 
@@ -101,3 +104,4 @@ class Replay:
     failure: str = ""
     details: str = ""
     is_left: bool = False
+    stop: Mapping[str, Any] | None = None

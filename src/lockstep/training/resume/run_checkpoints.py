@@ -485,8 +485,8 @@ class RunCheckpoints:
                 said = {"failure": "", "text": function()}
             except (FileError, UsageError) as error:
                 failure = error
-                kind = "file" if isinstance(error, FileError) else "usage"
-                said = {"failure": kind, "text": str(error)}
+                is_file = isinstance(error, FileError)
+                said = {"failure": "file" if is_file else "usage", "text": str(error)}
             return json.dumps(said).encode()
 
         about = "looking for checkpoints"

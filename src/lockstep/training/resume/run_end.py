@@ -20,7 +20,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.elastic.membership import Membership
@@ -81,7 +81,7 @@ class RunEnd:
         _newest = self
         _owner = os.getpid()
         _unfinished.add(self)
-        self._dropped = weakref.finalize(self, _end_dropped, loggers, self._history.failures)
+        self._dropped = weakref.finalize(self, _end_dropped, loggers, self._history.failure)
         self._dropped.atexit = False
         atexit.unregister(_end_all)
         atexit.register(_end_all)  # LIFO: before the process group is destroyed
@@ -133,9 +133,9 @@ class RunEnd:
             self.settle()
         self._is_finished = True
         self._run.safe_points.report_saved()
-        if state == "done" and self._history.failures:
+        if state == "done" and self._history.failure:
             state = "failed"
-            message = self._history.failures[-1]
+            message = self._history.failure["message"]
         elif state == "done":
             try:
                 self._run.require_finished()
@@ -179,11 +179,10 @@ def _end_all() -> None:
             unfinished.finish_alone(state, message)
 
 
-def _end_dropped(loggers: Sequence[Logger], failures: Sequence[str]) -> None:
+def _end_dropped(loggers: Sequence[Logger], failure: Mapping[str, Any]) -> None:
     if os.getpid() == _owner:
-        state, message = ("failed", failures[-1]) if failures else ("done", None)
         for logger in loggers:
-            logger.write("end", state=state, **redact({"message": message} if message else {}))
+            logger.write("end", state="failed" if failure else "done", **redact(failure))
             logger.close()
 
 
