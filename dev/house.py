@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 15,
-    "nodes in src": 452_000,
-    "nodes in tests": 555_000,
-    "code lines in csrc": 10_900,
+    "nodes in src": 453_000,
+    "nodes in tests": 557_000,
+    "code lines in csrc": 11_000,
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments": 0,
     "joined assignments to attributes": 0,
@@ -37,7 +37,7 @@ LIMITS = {
     "kernel: nodes": 20_100,
     "kernel: modules reached": 0,
     "step: modules reached": 63,
-    "step: nodes reached": 57_700,
+    "step: nodes reached": 57_800,
     "ls.exact: modules reached": 98,
     "ls.exact: nodes reached": 99_000,
     "trainer: modules reached": 270,
