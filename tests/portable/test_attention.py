@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.comm import backend
+from lockstep.comm.native_module import load_native
 from lockstep.portable.products import use_portable_products
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
@@ -106,6 +108,18 @@ def test_attention_is_that_in_float64_on_any_number_of_threads(case: Case, threa
         torch.testing.assert_close(
             one.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max() + 1)
         )
+
+
+@given(cases())
+def test_no_kernel_has_other_bits(case: Case) -> None:
+    found = []
+    for name in ("plain", "avx2", "avx512"):
+        with contextlib.suppress(ValueError):  # not for this processor
+            load_native().use_portable_kernels(True, kernels=name)
+            found.append(case.compute())
+    use_portable_products()
+    assert len(found) > 1
+    assert all(all(map(torch.equal, found[0], one)) for one in found)
 
 
 @given(cases(), st.data())

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.audit.recorded_call import RecordedCall
 from lockstep.errors import StateError, UsageError, WorkError
+from lockstep.training import step_environment
 from tests.bit_flips import FaultyOperator
 
 MICROBATCHES, STEPS = 4, 3
@@ -236,6 +237,8 @@ def train(make, compute_loss, *, audit=True, steps=STEPS, set_to_none=True, wrap
 def test_an_audited_training_has_the_same_bits(case, repetitions, capsys, monkeypatch):
     # Another test may have compiled a model in this process, which would be named.
     monkeypatch.delitem(sys.modules, "torch._inductor.graph", raising=False)
+    # And a processor with instructions for bfloat16.
+    monkeypatch.setattr(step_environment, "find_bfloat16_instructions", lambda: "")
     make, compute_loss = AUDITED[case]
     expected = train(make, compute_loss, audit=False)
     assert repetitions == []

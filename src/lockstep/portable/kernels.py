@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 CONSTANTS = {
-    "2.13": "matrix products=a02e39c9, convolutions=eab86da6, attention=5378e641, "
+    "2.13": "matrix products=a02e39c9, convolutions=eab86da6, attention=f3b96edf, "
     "LSTM layers=b805c724, softmax=a669741a, elementwise functions=bfdf692e, "
     "normalization=f77ce43d, reductions=7690fa89, random numbers=80839d00",
 }

@@ -1,37 +1,30 @@
 // scaled_dot_product_attention in float32 and float64: softmax(scale * query key' + mask) value.
 //
 // torch's kernel calls MKL for its products, which takes two to three times as long where MKL has
-// to compute the same bits on every processor. This one calls the products of gemm.h, for a block
-// of queries at a time, whose scores are in the cache:
+// to compute the same bits on every processor. This one calls the products of gemm.h and the rows
+// of softmax.h, for a head and a block of its queries at a time, whose scores are in the cache:
 //
 //     scores (queries, keys)     of the keys that the queries see
 //     weights                    softmax of each row
 //     output                     weights x value
 //
-// Sizes of blocks depend on the shape of one head only, so its bits do not depend on the others.
-// The backward pass computes the weights again. Gradients of keys and values are added block by
-// block, in the order of the queries.
-#include <ATen/CPUFunctions.h>
+// The backward pass computes the weights again, from the sums that the forward pass has found.
+// Gradients of keys and values are sums over all queries in order, which continue from block to
+// block. So no bit depends on the size of a block, or on other heads.
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
-#include <ATen/ops/_softmax.h>
-#include <ATen/ops/_softmax_backward_data.h>
-#include <ATen/ops/amax.h>
-#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/ones.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 #include <optional>
 #include <tuple>
 
 #include "portable_kernels.h"
+#include "tensors.h"
 
 namespace lockstep {
 namespace {
@@ -51,9 +44,8 @@ class OneThreadForOneHead {
 
 constexpr int64_t kQueries = 128, kCausalQueries = 64;  // of a block, at most
 constexpr int64_t kFewQueries = 16;                     // of a block, at least
-constexpr int64_t kVector = 16;                         // numbers, in whole vectors
-constexpr int64_t kScores = 1 << 17;                    // that are computed at once
-constexpr double kHidden = -std::numeric_limits<double>::infinity();
+constexpr int64_t kScores = 1 << 17;                    // of a block, about
+constexpr int kScoreScratch = 4, kGradientScratch = 5;
 
 // The inputs: (samples, heads, queries or keys, size of a head).
 struct Attention {
@@ -62,88 +54,110 @@ struct Attention {
   bool is_causal;
   double scale;
 
-  int64_t samples() const { return query.size(0); }
-  int64_t heads() const { return query.size(1); }
+  int64_t heads() const { return query.size(0) * query.size(1); }
   int64_t queries() const { return query.size(2); }
   int64_t keys() const { return key.size(2); }
-
-  // Of a block, at most.
+  int64_t size() const { return query.size(3); }
   int64_t block_queries() const {
     const int64_t fitting = std::max(kScores / keys(), kFewQueries);
     return std::min({queries(), fitting, is_causal ? kCausalQueries : kQueries});
   }
-  int64_t block_heads() const {
-    return std::clamp<int64_t>(kScores / (block_queries() * keys()), 1, heads());
-  }
-  int64_t block_samples() const {
-    const int64_t together = kScores / (block_queries() * keys() * heads());
-    return std::clamp<int64_t>(together, 1, samples());
-  }
-  // Several samples of a block have to be side by side in memory.
-  bool needs_contiguous() const { return block_samples() > 1; }
+  int64_t blocks() const { return (queries() + block_queries() - 1) / block_queries(); }
 };
 
-// Some heads of a sample, or all of several samples; and some of their queries.
-struct QueryBlock {
-  int64_t sample, samples, head, heads, query, queries;
-  int64_t keys;  // that the queries see
+// A head of a tensor, from a row on.
+Operand take_head(const Tensor& tensor, int64_t head, int64_t row = 0) {
+  const int64_t heads = tensor.size(1);
+  const int64_t place =
+      head / heads * tensor.stride(0) + head % heads * tensor.stride(1) + row * tensor.stride(2);
+  const auto* data = static_cast<const char*>(tensor.const_data_ptr());
+  return {data + place * tensor.element_size(), tensor.stride(2),
+          tensor.dim() > 3 ? tensor.stride(3) : 1};
+}
 
-  Tensor of_heads(const Tensor& tensor) const {
-    return tensor.narrow(0, sample, samples).narrow(1, head, heads);
+Operand transpose(const Operand& operand) {
+  return {operand.data, operand.column_stride, operand.row_stride};
+}
+
+void* writable(const Operand& operand) { return const_cast<void*>(operand.data); }
+
+// Some queries of a head, and their scores.
+class QueryBlock {
+ public:
+  QueryBlock(const Attention& inputs, int64_t head, int64_t number)
+      : inputs_(inputs),
+        head_(head),
+        query_(number * inputs.block_queries()),
+        queries_(std::min(inputs.block_queries(), inputs.queries() - query_)),
+        keys_(inputs.is_causal ? std::min(query_ + queries_, inputs.keys()) : inputs.keys()),
+        rows_{inputs.query.scalar_type() == at::kDouble,
+              queries_,
+              keys_,
+              inputs.is_causal ? query_ + 1 : keys_,
+              inputs.scale,
+              nullptr,
+              0,
+              0} {
+    if (!inputs.mask) return;
+    const Operand mask = take_head(*inputs.mask, head, query_);
+    rows_.mask = mask.data;
+    rows_.mask_row_stride = mask.row_stride;
+    rows_.mask_column_stride = mask.column_stride;
   }
-  Tensor take_heads(const Tensor& tensor) const {
-    const Tensor taken = of_heads(tensor);
-    return samples == 1 ? taken.squeeze(0) : taken.flatten(0, 1);
+
+  // Writes the output and the sums.
+  void attend(const Tensor& output, const Tensor& sums) const {
+    const Operand scores = multiply_queries();
+    const Operand of_sums = take_head(sums, head_, query_);
+    portable_gemm().softmax.normalize(rows_, writable(scores), writable(of_sums),
+                                      of_sums.row_stride);
+    multiply(queries_, inputs_.size(), keys_, scores, take_head(inputs_.value, head_),
+             take_head(output, head_, query_));
   }
-  Tensor take_queries(const Tensor& tensor) const {
-    return take_heads(tensor).narrow(1, query, queries);
+
+  // Writes the gradient of these queries, and adds to those of the keys and values.
+  void differentiate(const Tensor& of_output, const Tensor& sums,
+                     const std::array<Tensor, 3>& results) const {
+    const Operand weights = multiply_queries(), of_sums = take_head(sums, head_, query_);
+    const Operand gradient = take_head(of_output, head_, query_);
+    portable_gemm().softmax.restore(rows_, writable(weights), of_sums.data, of_sums.row_stride);
+    const bool continues = query_ > 0;
+    multiply(keys_, inputs_.size(), queries_, transpose(weights), gradient,
+             take_head(results[2], head_), continues);
+    const Operand scores = make_scores(kGradientScratch);
+    multiply(queries_, keys_, inputs_.size(), gradient, transpose(take_head(inputs_.value, head_)),
+             scores);
+    portable_gemm().softmax.differentiate(rows_, weights.data, writable(scores));
+    multiply(queries_, inputs_.size(), keys_, scores, take_head(inputs_.key, head_),
+             take_head(results[0], head_, query_));
+    multiply(keys_, inputs_.size(), queries_, transpose(scores),
+             take_head(inputs_.query, head_, query_), take_head(results[1], head_), continues);
   }
-  Tensor take_keys(const Tensor& tensor) const { return take_heads(tensor).narrow(1, 0, keys); }
+
+ private:
+  void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& b,
+                const Operand& result, bool continues = false) const {
+    Product product{data_type_of(inputs_.query.scalar_type()), m, n, k, a, b, {}, result, 1, 0};
+    product.continues = continues;
+    portable_gemm().multiply(product);
+  }
+
+  Operand make_scores(int use) const {
+    return {get_scratch(use, queries_ * keys_ * inputs_.query.element_size()), keys_, 1};
+  }
+
+  Operand multiply_queries() const {
+    const Operand scores = make_scores(kScoreScratch);
+    multiply(queries_, keys_, inputs_.size(), take_head(inputs_.query, head_, query_),
+             transpose(take_head(inputs_.key, head_)), scores);
+    return scores;
+  }
+
+  const Attention& inputs_;
+  const int64_t head_, query_, queries_;
+  const int64_t keys_;  // that the queries see
+  ScoreRows rows_;
 };
-
-template <typename Body>
-void for_each_block(const Attention& inputs, const Body& body) {
-  const int64_t rows = inputs.block_queries(), heads = inputs.block_heads(),
-                samples = inputs.block_samples();
-  for (int64_t sample = 0; sample < inputs.samples(); sample += samples)
-    for (int64_t head = 0; head < inputs.heads(); head += heads)
-      for (int64_t query = 0; query < inputs.queries(); query += rows) {
-        const int64_t queries = std::min(rows, inputs.queries() - query);
-        body(QueryBlock{
-            sample, std::min(samples, inputs.samples() - sample), head,
-            std::min(heads, inputs.heads() - head), query, queries,
-            inputs.is_causal ? std::min(query + queries, inputs.keys()) : inputs.keys()});
-      }
-}
-
-// The scores of a block.
-Tensor find_scores(const Attention& inputs, const QueryBlock& block) {
-  Tensor scores =
-      at::empty({block.samples * block.heads, block.queries, block.keys}, inputs.query.options());
-  at::bmm_out(scores, block.take_queries(inputs.query).mul(inputs.scale),
-              block.take_keys(inputs.key).transpose(1, 2));
-  if (inputs.mask)
-    scores.view({block.samples, block.heads, block.queries, block.keys})
-        .add_(block.of_heads(*inputs.mask)
-                  .narrow(2, block.query, block.queries)
-                  .narrow(3, 0, block.keys));
-  if (inputs.is_causal && block.keys > block.query) {
-    const int64_t columns = block.keys - block.query;  // those of the diagonal
-    const Tensor hidden =
-        at::ones({block.queries, columns}, inputs.query.options().dtype(at::kBool)).triu_(1);
-    scores.narrow(2, block.query, columns).masked_fill_(hidden, kHidden);
-  }
-  return scores;
-}
-
-// The weights of a block, a row of which torch's kernel computes by itself. `largest` is the
-// largest score of each query.
-Tensor find_weights(const Tensor& scores, const Tensor& largest) {
-  Tensor weights = at::_softmax(scores, 2, false);
-  const Tensor is_blind = largest == kHidden;  // the query sees nothing, and has no weights
-  if (is_blind.any().item<bool>()) weights.masked_fill_(is_blind, 0);
-  return weights;
-}
 
 bool is_covered(const Attention& inputs) {
   const at::ScalarType type = inputs.query.scalar_type();
@@ -169,14 +183,9 @@ std::optional<Attention> find_inputs(const Tensor& query, const Tensor& key, con
                    is_causal, scale.value_or(1 / std::sqrt(static_cast<double>(query.size(-1))))};
   if (mask && mask->defined()) inputs.mask = *mask;
   if (dropout != 0 || !is_covered(inputs)) return std::nullopt;
-  if (inputs.needs_contiguous()) {
-    inputs.query = query.contiguous();
-    inputs.key = key.contiguous();
-    inputs.value = value.contiguous();
-  }
   if (inputs.mask)
     inputs.mask =
-        inputs.mask->expand({inputs.samples(), inputs.heads(), inputs.queries(), inputs.keys()});
+        inputs.mask->expand({query.size(0), query.size(1), inputs.queries(), inputs.keys()});
   return inputs;
 }
 
@@ -186,16 +195,10 @@ Tensor make_with_heads_inside(const Tensor& like, int64_t size) {
       .transpose(1, 2);
 }
 
-// Returns a tensor in which the results of blocks are written instead of `result`.
-Tensor make_place(const Attention& inputs, const Tensor& result) {
-  return inputs.needs_contiguous() && !result.is_contiguous()
-             ? at::empty(result.sizes(), result.options())
-             : result;
-}
-
-// Returns a result with what was written.
-Tensor finish(const Tensor& result, const Tensor& place) {
-  return result.is_same(place) ? result : result.copy_(place);
+// The heads for which a thread is worth starting.
+int64_t find_grain(const Attention& inputs, int64_t tasks) {
+  const int64_t work = inputs.heads() * inputs.queries() * inputs.keys() * inputs.size();
+  return std::max<int64_t>(1, kParallelWork / std::max<int64_t>(1, work / tasks));
 }
 
 std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -207,37 +210,12 @@ std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& key, const 
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout,
                                                                 is_causal, mask, scale);
   }
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const Tensor output = at::empty_like(query), of_output = make_place(*inputs, output);
-  const Tensor sums = make_with_heads_inside(query, 1), of_sums = make_place(*inputs, sums);
-  for_each_block(*inputs, [&](const QueryBlock& block) {
-    const Tensor scores = find_scores(*inputs, block);
-    const Tensor largest = at::amax(scores, {2}, true);
-    const Tensor weights = find_weights(scores, largest);
-    Tensor place = block.take_queries(of_output);
-    at::bmm_out(place, weights, block.take_keys(inputs->value));
-    // The largest weight is 1 / sum. Of whole vectors, so that no logarithm depends on its place.
-    const int64_t count = largest.numel();
-    const Tensor logarithms =
-        at::ones({(count + kVector - 1) / kVector * kVector}, largest.options());
-    Tensor peaks = logarithms.narrow(0, 0, count).view(largest.sizes());
-    at::amax_out(peaks, weights, {2}, true);
-    logarithms.log_();
-    Tensor found = largest - peaks;
-    found.masked_fill_(largest == kHidden, 0);
-    block.take_queries(of_sums).copy_(found);
+  const Tensor output = at::empty_like(query), sums = make_with_heads_inside(query, 1);
+  const int64_t blocks = inputs->blocks(), tasks = inputs->heads() * blocks;
+  run_parallel(tasks, find_grain(*inputs, tasks), [&](int64_t task) {
+    QueryBlock(*inputs, task / blocks, task % blocks).attend(output, sums);
   });
-  return {finish(output, of_output), finish(sums, of_sums).squeeze(3)};
-}
-
-// Adds to the gradients of the keys or values what the queries of a block contribute.
-void add_product(const Attention& inputs, const QueryBlock& block, const Tensor& weights,
-                 const Tensor& of_queries, const Tensor& sums) {
-  Tensor place = block.take_keys(sums);
-  if (block.query == 0 && block.keys == inputs.keys())
-    at::bmm_out(place, weights.transpose(1, 2), of_queries);
-  else
-    place.baddbmm_(weights.transpose(1, 2), of_queries);
+  return {output, sums.squeeze(3)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& gradient, const Tensor& query,
@@ -252,32 +230,18 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& gradient, const
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, sums, dropout, is_causal, mask, scale);
   }
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const Tensor of_output = inputs->needs_contiguous() ? gradient.contiguous() : gradient;
-  std::array<Tensor, 3> results, places;  // the gradients of query, key and value
+  std::array<Tensor, 3> results;  // the gradients of query, key and value
   const std::array<Tensor, 3> inputs_of{query, key, value};
-  for (size_t i = 0; i < results.size(); ++i) {
+  for (size_t i = 0; i < results.size(); ++i)
     results[i] = make_with_heads_inside(inputs_of[i], query.size(3));
-    places[i] = make_place(*inputs, results[i]);
-  }
-  const auto& [of_query, of_key, of_value] = places;
-  if (is_causal) {  // otherwise the first block of queries writes all of them
-    of_key.zero_();
-    of_value.zero_();
-  }
-  for_each_block(*inputs, [&](const QueryBlock& block) {
-    const Tensor scores = find_scores(*inputs, block);
-    const Tensor weights = find_weights(scores, at::amax(scores, {2}, true));
-    const Tensor of_block = block.take_queries(of_output);
-    add_product(*inputs, block, weights, of_block, of_value);
-    const Tensor of_weights = at::bmm(of_block, block.take_keys(inputs->value).transpose(1, 2));
-    Tensor of_scores = at::_softmax_backward_data(of_weights, weights, 2, weights.scalar_type());
-    of_scores.mul_(inputs->scale);
-    Tensor place = block.take_queries(of_query);
-    at::bmm_out(place, of_scores, block.take_keys(inputs->key));
-    add_product(*inputs, block, of_scores, block.take_queries(inputs->query), of_key);
+  // The first queries do not see all keys.
+  if (is_causal)
+    for (size_t i = 1; i < results.size(); ++i) results[i].zero_();
+  run_parallel(inputs->heads(), find_grain(*inputs, inputs->heads()), [&](int64_t head) {
+    for (int64_t number = 0; number < inputs->blocks(); ++number)
+      QueryBlock(*inputs, head, number).differentiate(gradient, sums, results);
   });
-  return {finish(results[0], of_query), finish(results[1], of_key), finish(results[2], of_value)};
+  return {results[0], results[1], results[2]};
 }
 
 }  // namespace

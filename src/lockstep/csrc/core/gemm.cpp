@@ -8,38 +8,36 @@
 
 namespace lockstep {
 
-namespace plain {
-void multiply(const Product& product);
-void compute_cells(const CellRows& rows);
-void differentiate_cells(const CellGradients& gradients);
-}  // namespace plain
+// The kernels of a set, which are compiled in a namespace of its name.
+#define DECLARE_KERNELS(NAME)                                                                  \
+  namespace NAME {                                                                             \
+  void multiply(const Product& product);                                                       \
+  void compute_cells(const CellRows& rows);                                                    \
+  void differentiate_cells(const CellGradients& gradients);                                    \
+  void normalize_scores(const ScoreRows& rows, void* scores, void* sums, int64_t stride);      \
+  void restore_weights(const ScoreRows& rows, void* scores, const void* sums, int64_t stride); \
+  void differentiate_weights(const ScoreRows& rows, const void* weights, void* gradients);     \
+  static const Gemm kernels{multiply,                                                          \
+                            {compute_cells, differentiate_cells},                              \
+                            {normalize_scores, restore_weights, differentiate_weights},        \
+                            #NAME};                                                            \
+  }
+DECLARE_KERNELS(plain)
 #if defined(__x86_64__)
-namespace avx2 {
-void multiply(const Product& product);
-void compute_cells(const CellRows& rows);
-void differentiate_cells(const CellGradients& gradients);
-}  // namespace avx2
-namespace avx512 {
-void multiply(const Product& product);
-void compute_cells(const CellRows& rows);
-void differentiate_cells(const CellGradients& gradients);
-}  // namespace avx512
+DECLARE_KERNELS(avx2)
+DECLARE_KERNELS(avx512)
 #endif
 
 const Gemm* find_gemm(const char* name) {
-  static const Gemm plain{
-      plain::multiply, {plain::compute_cells, plain::differentiate_cells}, "plain"};
-  if (std::strcmp(name, plain.name) == 0) return &plain;
+  if (std::strcmp(name, "plain") == 0) return &plain::kernels;
 #if defined(__x86_64__)
-  static const Gemm avx2{avx2::multiply, {avx2::compute_cells, avx2::differentiate_cells}, "avx2"},
-      avx512{avx512::multiply, {avx512::compute_cells, avx512::differentiate_cells}, "avx512"};
-  if (std::strcmp(name, avx2.name) == 0 && __builtin_cpu_supports("avx2") &&
+  if (std::strcmp(name, "avx2") == 0 && __builtin_cpu_supports("avx2") &&
       __builtin_cpu_supports("fma"))
-    return &avx2;
-  if (std::strcmp(name, avx512.name) == 0 && __builtin_cpu_supports("avx512f") &&
+    return &avx2::kernels;
+  if (std::strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512f") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
-    return &avx512;
+    return &avx512::kernels;
 #endif
   return nullptr;
 }

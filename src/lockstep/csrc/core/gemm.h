@@ -20,6 +20,7 @@
 
 #include "kernels.h"
 #include "lstm_cell.h"
+#include "softmax.h"
 
 namespace lockstep {
 
@@ -52,6 +53,7 @@ struct Gemm {
   // Computes a product in the calling thread; a large one should be divided into blocks.
   void (*multiply)(const Product& product);
   LstmCell lstm_cell;
+  Softmax softmax;
   const char* name;
 };
 

@@ -1,6 +1,7 @@
 // The products for x86 processors with AVX2 and FMA. The headers are included before the target
 // is set, so that no shared inline function is compiled for it.
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -19,8 +20,10 @@
 #endif
 #define VECTOR_BYTES 32
 namespace lockstep::avx2 {
+#include "exponential.inc"
 #include "gemm.inc"
 #include "lstm_cell.inc"
+#include "softmax.inc"
 }  // namespace lockstep::avx2
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,5 +1,6 @@
 // The products for any processor; on Arm they use NEON.
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -11,6 +12,8 @@
 
 #define VECTOR_BYTES 16
 namespace lockstep::plain {
+#include "exponential.inc"
 #include "gemm.inc"
 #include "lstm_cell.inc"
+#include "softmax.inc"
 }  // namespace lockstep::plain
