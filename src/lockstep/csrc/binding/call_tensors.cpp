@@ -46,6 +46,7 @@ bool is_same_value(const c10::IValue& one, const c10::IValue& other) {
     const double a = one.toDouble(), b = other.toDouble();
     return a == b || (a != a && b != b);
   }
+  if (one.isComplexDouble()) return one.toComplexDouble() == other.toComplexDouble();
   if (one.isInt()) return one.toInt() == other.toInt();
   if (one.isBool()) return one.toBool() == other.toBool();
   if (one.isString()) return one.toStringRef() == other.toStringRef();

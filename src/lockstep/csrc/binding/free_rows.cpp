@@ -99,7 +99,11 @@ bool has_rows(const at::Tensor& all, const at::Tensor& one, int64_t segment, int
 
 bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const CallArguments* alone) {
   const std::vector<at::Tensor> tensors = list_tensors(given, given.size());
-  if (!alone) return true;
+  // Others, such as sparse ones, are not copied, and an operator may write them.
+  const bool are_strided = std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
+    return !tensor.defined() || tensor.layout() == at::kStrided;
+  });
+  if (!alone || !are_strided) return true;
   const Rows rows = find_rows(alone->sizes, tensors);
   if (!rows.segments) return true;
   const at::NoGradGuard guard;
