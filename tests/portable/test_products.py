@@ -231,6 +231,19 @@ def test_all_forms_of_the_operators(dtype):
         assert_same(result, expected)
 
 
+@pytest.mark.parametrize("use_gelu", [False, True])
+def test_products_of_layers_that_evaluate_are_ours(use_gelu):
+    """A transformer's layer calls another operator if it needs no gradients."""
+    bias, a, b = torch.randn(9), torch.randn(45, 12), torch.randn(9, 12).t()
+    expected = torch.addmm(bias, a, b)
+    expected = torch.nn.functional.gelu(expected) if use_gelu else expected.relu()
+    assert torch.equal(torch._addmm_activation(bias, a, b, use_gelu=use_gelu), expected)
+    layer = torch.nn.TransformerEncoderLayer(12, 2, 9, batch_first=True).eval()
+    samples = torch.randn(9, 5, 12)
+    with torch.no_grad():
+        assert torch.equal(layer(samples)[2:5], layer(samples[2:5]))
+
+
 def test_in_place_into_every_layout():
     generator = torch.Generator().manual_seed(2)
     a, b = draw(generator, (9, 40), torch.float32), draw(generator, (40, 21), torch.float32)

@@ -4,6 +4,8 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/relu.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -296,6 +298,13 @@ DEFINE_PRODUCT(bmm, 3)
 DEFINE_WITH_ADDEND(addmm, 2)
 DEFINE_WITH_ADDEND(baddbmm, 3)
 DEFINE_WITH_ADDEND(addmv, 1)
+
+// Of layers that only evaluate, such as those of nn.TransformerEncoder.
+Tensor addmm_activation(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta,
+                        const Scalar& alpha, bool use_gelu) {
+  Tensor result = (addmm)(self, a, b, beta, alpha);  // this one, not that of at
+  return use_gelu ? at::gelu_(result) : at::relu_(result);
+}
 }  // namespace
 
 void register_products(torch::Library& library) {
@@ -306,6 +315,7 @@ void register_products(torch::Library& library) {
   library.impl("addmm", &addmm);
   library.impl("addmm.out", &addmm_out);
   library.impl("addmm_", &addmm_in_place);
+  library.impl("_addmm_activation", &addmm_activation);
   library.impl("baddbmm", &baddbmm);
   library.impl("baddbmm.out", &baddbmm_out);
   library.impl("baddbmm_", &baddbmm_in_place);
