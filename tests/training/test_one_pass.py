@@ -354,6 +354,9 @@ COUPLES_EVENTS = {
     "flip": lambda event: event.flip(0),
     "roll": lambda event: event.roll(1, 0),
     "index": lambda event: event[(event[:, 0] > 0).long()],
+    "index with a gap": lambda event: event[:, :, None].expand(-1, 2, 3)[
+        event[:, 0].long(), :, torch.ones(len(event), dtype=torch.long)
+    ],
     "gather": lambda event: event.gather(0, event.long()),
     "index_select": lambda event: event.index_select(0, event[:, 0].long()),
     "conv1d": lambda event: F.conv1d(event.t()[None], torch.ones(1, 1, 3), padding=1)[0].t(),

@@ -95,29 +95,17 @@ def _recur(dtype: torch.dtype) -> ComputedTensors:
     biases = [make_values(4 * hidden, seed=n) for n in (2, 4)]
     states = [make_values(rows, hidden, seed=n) for n in (3, 5)]
     gradient = make_values(steps, rows, hidden, seed=9)
+    given = (x, *weights, *biases, *states)
+    settings = (2, hidden, 1, True)  # an LSTM of one layer, with biases
     for is_reverse in (False, True):
-        given = (x, *weights, *biases, *states)
         with torch.enable_grad():  # of tensors without gradients: it keeps what backward reads
             y, *others, kept = aten.mkldnn_rnn_layer(
-                *given, is_reverse, [], 2, hidden, 1, True, False, False, True
+                *given, is_reverse, [], *settings, False, False, True
             )
         yield y
+        of_results = (gradient, *states)
         yield from aten.mkldnn_rnn_layer_backward(
-            *given,
-            y,
-            *others,
-            gradient,
-            *states,
-            is_reverse,
-            2,
-            hidden,
-            1,
-            True,
-            True,
-            False,
-            [],
-            False,
-            kept,
+            *given, y, *others, *of_results, is_reverse, *settings, True, False, [], False, kept
         )
 
 

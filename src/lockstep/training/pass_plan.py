@@ -359,13 +359,7 @@ class _Comparison:
         """Return the calls that have returned the tensors without rows; None: it has no rows."""
         if not self._has_rows:
             return None
-        # A list may have gaps, which have no sources.
-        gaps = _list_gaps(self._several.arguments)
-        dimensions = [dimension for n, dimension in enumerate(self._given) if n not in gaps]
-        sources = self._several.sources
-        if len(dimensions) != len(sources):
-            return {*sources} - {-1}
-        pairs = zip(sources, dimensions, strict=True)
+        pairs = zip(self._several.sources, self._given, strict=True)
         return {source for source, dimension in pairs if dimension is None} - {-1}
 
     def _refuse_kinds(self, given: Sequence[int | None], *, is_backward: bool) -> None:
@@ -526,19 +520,6 @@ def _list_tensors(values: Sequence[Any]) -> list[Any]:
         elif _has_tensors(value):
             tensors += value
     return tensors
-
-
-def _list_gaps(values: Sequence[Any]) -> set[int]:
-    """Return the positions of the missing tensors in lists, such as those of an index."""
-    gaps: set[int] = set()
-    position = 0
-    for value in values:
-        if _is_tensor(value):
-            position += 1
-        elif _has_tensors(value):
-            gaps |= {position + n for n, one in enumerate(value) if not one.element_size}
-            position += len(value)
-    return gaps
 
 
 def _list_values(values: Sequence[Any]) -> Iterator[Any]:

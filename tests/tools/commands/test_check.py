@@ -370,7 +370,7 @@ while True:
     trainer.step((torch.randint(0, 9, (16, 2)), torch.randint(0, 4, (16,))))
 """
 
-# what does not allow a layout -> the script, the layout, and what it is told
+# The script, a layout that it does not allow, and a part of the reason, by what it does.
 REFUSALS = {
     "a draw from numpy": (NUMPY_DRAW + TRAIN, STAGES[1], "draws from Python's or numpy's random"),
     "sparse gradients": (SPARSE, Layout(2, "lockstep", shared=True), "whose gradient is sparse"),

@@ -6,12 +6,13 @@
 namespace lockstep {
 namespace {
 
-// Calls visit(tensor, position) for the tensors that `change_tensors` would change.
+// Calls visit(tensor, position) for the tensors among the last values of a stack that
+// `change_tensors` would change, and for missing ones.
 template <typename Visit>
-void visit_tensors(const c10::IValue* values, size_t count, const Visit& visit) {
+void visit_tensors(const Stack& stack, size_t count, const Visit& visit) {
   size_t position = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const c10::IValue& value = values[i];
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    const c10::IValue& value = stack[i];
     if (value.isTensor()) {
       visit(value.toTensor(), position++);
     } else if (value.isTensorList() || value.isOptionalTensorList()) {
@@ -80,7 +81,7 @@ CallArguments describe_arguments(const c10::OperatorHandle& op, const Stack& sta
     const bool is_plain = !value.isNone() || stack[first + i].isNone();
     if (is_plain) described.plain.emplace_back(i, std::move(value));
   }
-  visit_tensors(&stack[first], count, [&](const at::Tensor& tensor, size_t) {
+  visit_tensors(stack, count, [&](const at::Tensor& tensor, size_t) {
     described.sizes.push_back(tensor.defined() ? tensor.sizes().vec() : std::vector<int64_t>());
   });
   return described;
@@ -93,7 +94,7 @@ bool has_arguments(const c10::OperatorHandle& op, const Stack& stack,
     if (!is_same_value(value, describe_value(op, stack[first + i]))) return false;
   bool is_same = true;
   size_t tensors = 0;
-  visit_tensors(&stack[first], count, [&](const at::Tensor& tensor, size_t position) {
+  visit_tensors(stack, count, [&](const at::Tensor& tensor, size_t position) {
     ++tensors;
     is_same = is_same && position < expected.sizes.size() &&
               (tensor.defined() ? tensor.sizes() == at::IntArrayRef(expected.sizes[position])
@@ -103,13 +104,20 @@ bool has_arguments(const c10::OperatorHandle& op, const Stack& stack,
 }
 
 std::vector<at::Tensor> list_tensors(const Stack& stack, size_t count) {
-  Stack last(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
   std::vector<at::Tensor> tensors;
-  change_tensors(last, [&](const at::Tensor& tensor, size_t) {
-    tensors.push_back(tensor);
-    return tensor;
-  });
+  visit_tensors(stack, count, [&](const at::Tensor& tensor, size_t) { tensors.push_back(tensor); });
   return tensors;
+}
+
+std::optional<int64_t> find_grown(at::IntArrayRef one, at::IntArrayRef several) {
+  std::optional<int64_t> grown;
+  if (one.size() != several.size()) return grown;
+  for (size_t d = 0; d < one.size(); ++d) {
+    if (one[d] == several[d]) continue;
+    if (grown || one[d] == 0 || several[d] % one[d]) return std::nullopt;
+    grown = static_cast<int64_t>(d);
+  }
+  return grown;
 }
 
 bool has_subclass(const Stack& stack, size_t count) {

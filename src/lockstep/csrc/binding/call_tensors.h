@@ -84,12 +84,16 @@ void change_tensors(Stack& arguments, const Change& change) {
   }
 }
 
-// The tensors among the last values of a stack.
+// The tensors among the last values of a stack, by the positions that `change_tensors` counts;
+// missing ones are undefined.
 std::vector<at::Tensor> list_tensors(const Stack& stack, size_t count);
 
 // Returns whether a tensor has a class of its own, such as those with which a function is compiled,
 // which have no memory.
 bool has_subclass(const Stack& stack, size_t count);
+
+// The dimension in which one shape is a multiple of another, if it is the only one that differs.
+std::optional<int64_t> find_grown(at::IntArrayRef one, at::IntArrayRef several);
 
 // The rows of one micro-batch, aligned as those of a separate pass.
 at::Tensor take_rows(const at::Tensor& tensor, int64_t dimension, int64_t segment, int64_t segments,

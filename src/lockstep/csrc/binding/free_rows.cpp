@@ -24,22 +24,15 @@ Rows find_rows(const std::vector<std::vector<int64_t>>& one, const std::vector<a
   if (one.size() != all.size()) return {};
   for (size_t i = 0; i < one.size(); ++i) {
     std::optional<int64_t>& dimension = rows.dimensions.emplace_back();
-    if (!all[i].defined()) continue;
-    if (static_cast<size_t>(all[i].dim()) != one[i].size()) return {};
-    for (int64_t d = 0; d < all[i].dim(); ++d) {
-      const int64_t size = one[i][static_cast<size_t>(d)];
-      if (all[i].size(d) == size) continue;
-      if (dimension || size == 0 || all[i].size(d) % size) return {};
-      const int64_t segments = all[i].size(d) / size;
-      if (rows.segments && rows.segments != segments) return {};
-      dimension = d;
-      rows.segments = segments;
-    }
+    if (!all[i].defined() || all[i].sizes() == at::IntArrayRef(one[i])) continue;
+    dimension = find_grown(one[i], all[i].sizes());
+    if (!dimension) return {};
+    const int64_t segments = all[i].size(*dimension) / one[i][static_cast<size_t>(*dimension)];
+    if (rows.segments && rows.segments != segments) return {};
+    rows.segments = segments;
   }
   return rows;
 }
-
-size_t index_of(int64_t dimension) { return static_cast<size_t>(dimension); }
 
 // Other values for an argument, in the same layout if it can be written.
 at::Tensor make_other(const at::Tensor& tensor, bool is_integral, at::Generator& generator) {
@@ -77,15 +70,11 @@ at::Tensor without_nan(const at::Tensor& tensor) {
 // Returns whether a result for all micro-batches has the rows of that for one, in any order by
 // which they may alternate.
 bool has_rows(const at::Tensor& all, const at::Tensor& one, int64_t segment, int64_t segments) {
-  if (!all.defined() || !one.defined() || all.sizes() == one.sizes() || all.dim() != one.dim() ||
-      all.layout() != at::kStrided || !all.is_cpu() || one.numel() == 0)
+  if (!all.defined() || !one.defined() || all.layout() != at::kStrided || !all.is_cpu() ||
+      one.numel() == 0)
     return true;
-  std::optional<int64_t> dimension;
-  for (int64_t d = 0; d < all.dim(); ++d)
-    if (all.size(d) != one.size(d)) {
-      if (dimension || all.size(d) != one.size(d) * segments) return true;
-      dimension = d;
-    }
+  const std::optional<int64_t> dimension = find_grown(one.sizes(), all.sizes());
+  if (!dimension || all.size(*dimension) != one.size(*dimension) * segments) return true;
   const int64_t rows = one.size(*dimension);
   const uint64_t expected = hash_bits(without_nan(one));
   for (int64_t turns = 1; turns <= rows; ++turns)
@@ -97,14 +86,14 @@ bool has_rows(const at::Tensor& all, const at::Tensor& one, int64_t segment, int
 
 }  // namespace
 
-bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const CallArguments* alone) {
+bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const CallArguments& alone) {
   const std::vector<at::Tensor> tensors = list_tensors(given, given.size());
   // Others, such as sparse ones, are not copied, and an operator may write them.
   const bool are_strided = std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
     return !tensor.defined() || tensor.layout() == at::kStrided;
   });
-  if (!alone || !are_strided) return true;
-  const Rows rows = find_rows(alone->sizes, tensors);
+  if (!are_strided) return true;
+  const Rows rows = find_rows(alone.sizes, tensors);
   if (!rows.segments) return true;
   const at::NoGradGuard guard;
   at::Generator generator = at::detail::createCPUGenerator(kSeed);
@@ -122,23 +111,24 @@ bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const Call
   if (!together) return true;
   int64_t most = 1;
   for (size_t i = 0; i < tensors.size(); ++i)
-    if (rows.dimensions[i]) most = std::max(most, alone->sizes[i][index_of(*rows.dimensions[i])]);
+    if (rows.dimensions[i])
+      most = std::max(most, tensors[i].size(*rows.dimensions[i]) / rows.segments);
   // Returns whether a micro-batch has its rows, if those of arguments alternate so often.
   const auto fits = [&](int64_t segment, int64_t turns) {
     Stack part = other;
-    for (const auto& [position, value] : alone->plain)
+    for (const auto& [position, value] : alone.plain)
       if (!part[position].isTensor()) part[position] = value;
     change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
       const std::optional<int64_t>& dimension = rows.dimensions[position];
       if (!dimension) return tensor;
-      const bool alternates = alone->sizes[position][index_of(*dimension)] == most;
+      const bool alternates = tensor.size(*dimension) == most * rows.segments;
       return take_rows(tensor, *dimension, segment, rows.segments, alternates ? turns : 1);
     });
-    const auto found = call_copies(op, part);
+    const auto apart = call_copies(op, part);
     // It fails for the positions of all samples.
-    if (!found || found->size() != together->size()) return true;
-    for (size_t i = 0; i < found->size(); ++i)
-      if (!has_rows((*together)[i], (*found)[i], segment, rows.segments)) return false;
+    if (!apart || apart->size() != together->size()) return true;
+    for (size_t i = 0; i < apart->size(); ++i)
+      if (!has_rows((*together)[i], (*apart)[i], segment, rows.segments)) return false;
     return true;
   };
   for (int64_t turns = 1; turns <= most; ++turns)

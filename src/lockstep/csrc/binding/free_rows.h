@@ -10,8 +10,7 @@ namespace lockstep {
 // those of the first and of the last micro-batch; returns false if the rows of the results have
 // other bits. If it has only integers, they become 0 and 1. True if it cannot be called like this.
 //
-// `alone`: its arguments in the pass over the first micro-batch; nullptr if it was not called
-// there.
-bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const CallArguments* alone);
+// `alone`: its arguments in the pass over the first micro-batch.
+bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const CallArguments& alone);
 
 }  // namespace lockstep

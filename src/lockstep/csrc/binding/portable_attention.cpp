@@ -32,15 +32,9 @@ namespace {
 using at::Tensor;
 
 // torch divides heads among threads; the products of a single one would be divided instead.
-class OneThreadForOneHead {
- public:
-  explicit OneThreadForOneHead(const Tensor& query) {
-    if (query.dim() < 2 || query.size(0) * query.size(1) <= 1) guard_.emplace();
-  }
-
- private:
-  std::optional<OneThread> guard_;
-};
+bool has_one_head(const Tensor& query) {
+  return query.dim() < 2 || query.size(0) * query.size(1) <= 1;
+}
 
 constexpr int64_t kQueries = 128, kCausalQueries = 64;  // of a block, at most
 constexpr int64_t kFewQueries = 16;                     // of a block, at least
@@ -206,7 +200,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& key, const 
                                   std::optional<double> scale) {
   const auto inputs = find_inputs(query, key, value, dropout, is_causal, mask, scale);
   if (!inputs) {
-    const OneThreadForOneHead guard(query);
+    const OneThread guard(has_one_head(query));
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout,
                                                                 is_causal, mask, scale);
   }
@@ -226,7 +220,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& gradient, const
                                                    std::optional<double> scale) {
   const auto inputs = find_inputs(query, key, value, dropout, is_causal, mask, scale);
   if (!inputs || gradient.scalar_type() != query.scalar_type()) {
-    const OneThreadForOneHead guard(query);
+    const OneThread guard(has_one_head(query));
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, sums, dropout, is_causal, mask, scale);
   }

@@ -12,7 +12,6 @@
 #include <torch/library.h>
 
 #include <cmath>
-#include <optional>
 
 #include "portable_kernels.h"
 
@@ -127,27 +126,21 @@ static Tensor& pow_in_place(Tensor& self, const Scalar& exponent) {
 
 // Vector instructions compute the elements at the borders of threads otherwise. Those of other
 // numbers are rounded once.
-class OneThreadIfComplex {
- public:
-  OneThreadIfComplex(const Tensor& a, const Tensor& b) {
-    if (a.is_complex() || b.is_complex()) guard_.emplace();
-  }
-
- private:
-  std::optional<OneThread> guard_;
-};
+static bool are_complex(const Tensor& a, const Tensor& b) {
+  return a.is_complex() || b.is_complex();
+}
 
 #define DEFINE_ARITHMETIC(NAME)                                              \
   static Tensor NAME(const Tensor& a, const Tensor& b) {                     \
-    const OneThreadIfComplex guard(a, b);                                    \
+    const OneThread guard(are_complex(a, b));                                \
     return at::cpu::NAME(a, b);                                              \
   }                                                                          \
   static Tensor& NAME##_out(const Tensor& a, const Tensor& b, Tensor& out) { \
-    const OneThreadIfComplex guard(a, b);                                    \
+    const OneThread guard(are_complex(a, b));                                \
     return at::cpu::NAME##_outf(a, b, out);                                  \
   }                                                                          \
   static Tensor& NAME##_in_place(Tensor& a, const Tensor& b) {               \
-    const OneThreadIfComplex guard(a, b);                                    \
+    const OneThread guard(are_complex(a, b));                                \
     return at::cpu::NAME##_(a, b);                                           \
   }
 

@@ -3,8 +3,8 @@
 //
 // torch's call MKL or oneDNN, whose bits depend on the processor and on the number of threads.
 // Everything above a kernel stays: autograd, autocast, vmap, the composite operators (linear,
-// matmul, einsum, conv2d) that end in these.
-// Other operators whose bits depend on the number of threads are called with one, or in pieces.
+// matmul, einsum, conv2d) that end in these. Other operators whose bits depend on the number of
+// threads are called with one, or in pieces.
 #pragma once
 
 #include <cstdint>
@@ -38,10 +38,10 @@ constexpr int64_t kParallelWork = 1 << 17;  // multiply-adds for which a thread 
 // Calls body(i) for i in 0 .. count-1 on torch's threads, each at least `grain` times.
 void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t)>& body);
 
-// Lets torch compute in one thread while it exists, on the thread that creates it.
+// Lets torch compute in one thread while it exists, on the thread that creates it, if it applies.
 class OneThread {
  public:
-  OneThread();
+  explicit OneThread(bool applies = true);
   ~OneThread();
   OneThread(const OneThread&) = delete;
   OneThread& operator=(const OneThread&) = delete;

@@ -70,7 +70,7 @@ struct Layer {
   int64_t steps, rows, hidden;
   bool is_reverse;
 
-  // The number of the step that is computed as number `n`, and of the one before it.
+  // The number of the step that is computed as number `n`.
   int64_t step(int64_t n) const { return is_reverse ? steps - 1 - n : n; }
 
   // Calls body(row, rows) for the rows of each thread.
@@ -150,10 +150,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> compute_layer(
 
 // The rows of segments of a batch, those of each segment one after another.
 Tensor order_by_segment(const Tensor& rows, int64_t segments) {
-  const int64_t steps = rows.size(0), each = rows.size(1) / segments, size = rows.size(2);
-  return rows.reshape({steps, segments, each, size})
+  const int64_t steps = rows.size(0), samples = rows.size(1) / segments, size = rows.size(2);
+  return rows.reshape({steps, segments, samples, size})
       .transpose(0, 1)
-      .reshape({segments * steps * each, size});
+      .reshape({segments * steps * samples, size});
 }
 
 std::vector<Tensor> differentiate(const Tensor& input, const Tensor& w_ih, const Tensor& w_hh,
@@ -227,13 +227,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> differentiate
   const Tensor of_o = of_output.value_or(Tensor()), of_h = of_hidden.value_or(Tensor()),
                of_c = of_cell.value_or(Tensor());
   if (!of_o.defined() && !of_h.defined() && !of_c.defined()) return {};
-  const std::vector<Tensor> found = differentiate(input, w_ih, w_hh, hidden_before, cell_before,
-                                                  output, of_o, of_h, of_c, is_reverse, states, 1);
-  return {found[0], found[1], found[2], found[3], found[4], found[5], found[6]};
+  const std::vector<Tensor> results =
+      differentiate(input, w_ih, w_hh, hidden_before, cell_before, output, of_o, of_h, of_c,
+                    is_reverse, states, 1);
+  return {results[0], results[1], results[2], results[3], results[4], results[5], results[6]};
 }
 
 }  // namespace
 
+// The arguments are those of `differentiate_layer`.
 std::vector<Tensor> try_lstm_segments(const c10::IValue* arguments, int64_t segments) {
   const auto take = [&](size_t position) {
     return arguments[position].isTensor() ? arguments[position].toTensor() : Tensor();

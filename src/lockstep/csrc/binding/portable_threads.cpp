@@ -25,7 +25,8 @@
 
 namespace lockstep {
 
-OneThread::OneThread() : threads_(at::in_parallel_region() ? 1 : at::get_num_threads()) {
+OneThread::OneThread(bool applies)
+    : threads_(!applies || at::in_parallel_region() ? 1 : at::get_num_threads()) {
   if (threads_ > 1) at::set_num_threads(1);
 }
 
@@ -282,8 +283,9 @@ class Pieces {
 
 enum class Of {
   all,
-  scaled,  // those whose argument `alpha` is not 1
-  rows     // along the last dimension, which is the argument `dim`
+  contiguous,  // tensors that are, as pieces are: oneDNN computes no others
+  scaled,      // those whose argument `alpha` is not 1
+  rows         // along the last dimension, which is the argument `dim`
 };
 
 template <Of of>
@@ -310,9 +312,8 @@ struct InPieces : c10::OperatorKernel {
     const Arguments arguments(op, *stack);
     const DenseTensors dense(arguments);
     if (!dense.are_divisible || dense.first().numel() <= 2 * kPiece) return false;
-    // oneDNN computes this function of contiguous tensors only, and a piece is contiguous.
-    if (!dense.first().is_contiguous() && op.schema().name().find("gelu") != std::string::npos)
-      return false;
+    if constexpr (of == Of::contiguous)
+      if (!dense.first().is_contiguous()) return false;
     std::optional<size_t> dim;
     int64_t row = 1;
     if constexpr (of == Of::rows) {
@@ -353,8 +354,6 @@ static const Names kElementwise = {
     "elu_backward",
     "erfinv",
     "exp2",
-    "gelu",
-    "gelu_backward",
     "hardsigmoid",
     "hardsigmoid_backward",
     "hardswish",
@@ -390,6 +389,8 @@ static const Names kElementwise = {
     "tanh_backward",
     "xlogy",
 };
+
+static const Names kOfOneDnn = {"gelu", "gelu_backward"};
 
 // a + alpha * b, with one rounding or two.
 static const Names kScaled = {"add", "rsub", "sub"};
@@ -464,6 +465,7 @@ using Wrap = void (*)(torch::Library&, const OperatorHandle&);
 
 static Wrap find_wrap(const std::string& name) {
   if (kElementwise.contains(name)) return &wrap<InPieces<Of::all>>;
+  if (kOfOneDnn.contains(name)) return &wrap<InPieces<Of::contiguous>>;
   if (kScaled.contains(name)) return &wrap<InPieces<Of::scaled>>;
   if (kInRows.contains(name)) return &wrap<InPieces<Of::rows>>;
   if (kReductions.contains(name)) return &wrap<WithOneThread<When::one_result>>;

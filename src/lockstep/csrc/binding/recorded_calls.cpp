@@ -74,16 +74,11 @@ bool is_readable(const at::Tensor& tensor) {
 // Returns the numbers of turns by which `one` may be the rows of the first micro-batch.
 std::vector<int64_t> find_turns(const at::Tensor& one, const at::Tensor& several) {
   std::vector<int64_t> found;
-  const bool is_plain = one.defined() && several.defined() && one.dim() == several.dim() &&
-                        one.layout() == at::kStrided && several.layout() == at::kStrided &&
+  const bool is_plain = one.defined() && several.defined() && one.layout() == at::kStrided &&
+                        several.layout() == at::kStrided &&
                         one.scalar_type() == several.scalar_type();
   if (!is_plain || one.numel() == 0) return found;
-  std::optional<int64_t> grown;
-  for (int64_t d = 0; d < one.dim(); ++d) {
-    if (one.size(d) == several.size(d)) continue;
-    if (grown || several.size(d) % one.size(d)) return found;
-    grown = d;
-  }
+  const std::optional<int64_t> grown = find_grown(one.sizes(), several.sizes());
   if (!grown) return found;
   const int64_t rows = one.size(*grown);
   for (int64_t turns = 1; turns <= rows; ++turns) {
@@ -110,7 +105,9 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   auto described = std::make_unique<CallArguments>(describe_arguments(op, *stack));
   const py::capsule values(described.release(),
                            [](void* held) { delete static_cast<CallArguments*>(held); });
-  const std::optional<Stack> given = keep_arguments(op, *stack);
+  const CallArguments* const alone = find_alone(op);
+  Stack given;
+  if (alone) given.assign(stack->end() - std::ssize(op.schema().arguments()), stack->end());
   DefaultGenerator generator;
   op.callBoxed(stack);
   if (has_subclass(*stack, op.schema().returns().size())) return note_subclass(op);
@@ -121,22 +118,16 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
     note_draw(generator.before(), generator.read());
   }
   const bool is_same = compare_results(*stack, op.schema().returns().size()) &&
-                       (!given || has_drawn || are_rows_free(op, *given, find_alone(op)));
+                       (!alone || has_drawn || are_rows_free(op, given, *alone));
   calls.append(py::make_tuple(op.schema().name(), op.schema().overload_name(), std::move(arguments),
                               describe_last(*stack, op.schema().returns().size()), has_drawn,
                               std::move(turns), std::move(sources), is_same, values));
 }
 
-// Keeps the arguments in a pass over all micro-batches.
-std::optional<Stack> RecordedCalls::keep_arguments(const c10::OperatorHandle& op,
-                                                   const Stack& stack) const {
-  if (!first_ || (!first_->first_ && !first_->keeps_)) return std::nullopt;
-  return Stack(stack.end() - std::ssize(op.schema().arguments()), stack.end());
-}
-
-// Returns the arguments of this call in the pass over the first micro-batch; nullptr if it is
-// another one there.
+// Returns, in a pass over all micro-batches, the arguments of this call in that over the first one;
+// nullptr if it is another one there.
 const CallArguments* RecordedCalls::find_alone(const c10::OperatorHandle& op) const {
+  if (!first_ || (!first_->first_ && !first_->keeps_)) return nullptr;
   const RecordedCalls& alone = first_->first_ ? *first_->first_ : *first_;
   if (py::len(calls) >= py::len(alone.calls)) return nullptr;
   const auto call = py::cast<py::tuple>(alone.calls[py::len(calls)]);
@@ -234,13 +225,11 @@ bool RecordedCalls::compare_results(const Stack& stack, size_t count) {
       bits[i].hash = hash_bits(tensor);
       continue;
     }
-    const auto differing = std::mismatch(one->begin(), one->end(), bits[i].sizes.begin()).first;
-    const int64_t dimension = differing - one->begin(), rows = *differing;
-    // Other shapes are refused for what they are.
-    if (rows == 0 || tensor.size(dimension) % rows) continue;
-    const int64_t segments = tensor.size(dimension) / rows;
+    const std::optional<int64_t> grown = find_grown(*one, tensor.sizes());
+    if (!grown) continue;  // other shapes are refused for what they are
+    const int64_t rows = (*one)[static_cast<size_t>(*grown)], segments = tensor.size(*grown) / rows;
     const auto has_bits = [&](const RecordedCalls* pass, int64_t segment, int64_t turns) {
-      const at::Tensor taken = take_rows(tensor, dimension, segment, segments, turns);
+      const at::Tensor taken = take_rows(tensor, *grown, segment, segments, turns);
       const Bits& own = pass->results_[number][i];
       return taken.sizes() == own.sizes && hash_bits(taken) == own.hash;
     };

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -46,7 +45,6 @@ class RecordedCalls : public PassCalls {
 
  private:
   void note_subclass(const c10::OperatorHandle& op);
-  std::optional<Stack> keep_arguments(const c10::OperatorHandle& op, const Stack& stack) const;
   const CallArguments* find_alone(const c10::OperatorHandle& op) const;
   pybind11::list compare_arguments(const Stack& stack, size_t count);
   pybind11::list find_sources(const Stack& stack, size_t count);

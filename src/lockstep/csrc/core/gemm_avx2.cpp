@@ -1,5 +1,6 @@
-// The products for x86 processors with AVX2 and FMA. The headers are included before the target
-// is set, so that no shared inline function is compiled for it.
+// The kernels of gemm.h, lstm_cell.h and softmax.h for x86 processors with AVX2 and FMA. The
+// headers are included before the target is set, so that no shared inline function is compiled for
+// it.
 #include <cstdint>
 #include <limits>
 #include <type_traits>

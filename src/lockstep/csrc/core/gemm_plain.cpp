@@ -1,4 +1,4 @@
-// The products for any processor; on Arm they use NEON.
+// The kernels of gemm.h, lstm_cell.h and softmax.h for any processor; on Arm products use NEON.
 #include <cstdint>
 #include <limits>
 #include <type_traits>
