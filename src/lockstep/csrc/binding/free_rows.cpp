@@ -47,13 +47,14 @@ at::Tensor make_other(const at::Tensor& tensor, bool is_integral, at::Generator&
   return other.random_(0, 2, generator);
 }
 
-// Returns the results of an operator for copies of tensors, one by one; nothing if it fails.
-std::optional<std::vector<at::Tensor>> call_copies(const c10::OperatorHandle& op, Stack stack) {
-  change_tensors(stack, [](const at::Tensor& tensor, size_t) {
-    const bool is_plain = tensor.defined() && tensor.layout() == at::kStrided &&
-                          !tensor.unsafeGetTensorImpl()->is_wrapped_number();
-    return is_plain ? tensor.detach().clone() : tensor;
-  });
+// Returns the results of an operator, one by one; nothing if it fails. It gets copies of tensors if
+// it writes any.
+std::optional<std::vector<at::Tensor>> try_call(const c10::OperatorHandle& op, Stack stack) {
+  if (op.schema().is_mutable())
+    change_tensors(stack, [](const at::Tensor& tensor, size_t) {
+      const bool is_plain = tensor.defined() && !tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      return is_plain ? tensor.detach().clone() : tensor;
+    });
   try {
     op.callBoxed(&stack);
   } catch (const std::exception&) {  // for example a number that it does not take
@@ -87,6 +88,7 @@ bool has_rows(const at::Tensor& all, const at::Tensor& one, int64_t segment, int
 }  // namespace
 
 bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const CallArguments& alone) {
+  if (op.hasTag(at::Tag::pointwise)) return true;  // most of the memory is theirs
   const std::vector<at::Tensor> tensors = list_tensors(given, given.size());
   // Others, such as sparse ones, are not copied, and an operator may write them.
   const bool are_strided = std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
@@ -107,7 +109,7 @@ bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const Call
   change_tensors(other, [&](const at::Tensor& tensor, size_t) {
     return make_other(tensor, is_integral, generator);
   });
-  const auto together = call_copies(op, other);
+  const auto together = try_call(op, other);
   if (!together) return true;
   int64_t most = 1;
   for (size_t i = 0; i < tensors.size(); ++i)
@@ -124,7 +126,7 @@ bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const Call
       const bool alternates = tensor.size(*dimension) == most * rows.segments;
       return take_rows(tensor, *dimension, segment, rows.segments, alternates ? turns : 1);
     });
-    const auto apart = call_copies(op, part);
+    const auto apart = try_call(op, part);
     // It fails for the positions of all samples.
     if (!apart || apart->size() != together->size()) return true;
     for (size_t i = 0; i < apart->size(); ++i)
