@@ -153,13 +153,13 @@ def test_the_bits_are_those_of_every_processor():
 def test_a_rank_that_has_computed_before_is_refused():
     def fail():
         torch.ones(9, 9) @ torch.ones(9, 9)
-        torch.ones(9).exp()
+        torch.ones(9).log1p()
         with pytest.raises(UsageError) as raised:
             ls.init(portable=True)
         return str(raised.value), OF_TORCH.keys() & os.environ.keys()
 
     message, left = on_a_new_rank(fail)
-    assert "elementwise functions with other bits than portable arithmetic, because" in message
+    assert "with other bits than portable arithmetic, because" in message
     assert "start the script with `lockstep run --portable`" in message
     assert not left
 
@@ -355,7 +355,7 @@ def test_onednn_has_chosen_its_instructions_when_init_returns():
     """It reads the variable in its first computation, which may come after `shutdown`."""
 
     def compute():
-        ls.init()
+        os.environ.update(OF_TORCH)
         return torch.nn.functional.gelu(spread(512))
 
     def compute_after():

@@ -117,7 +117,7 @@ def test_special_values_are_those_of_torch():
     x[32768 : 32768 + len(special)] = torch.tensor(special)
 
     def compute():
-        return [function(x) for function in (torch.sigmoid, F.silu, F.softplus, F.elu)]
+        return [function(x) for function in (torch.log1p, F.softplus, F.elu)]
 
     assert not find_differing(compute)
     ours = read(compute())

@@ -47,7 +47,7 @@ __all__ = [
 
 CONSTANTS = {
     "2.13": "matrix products=a02e39c9, convolutions=eab86da6, attention=f3b96edf, "
-    "LSTM layers=b805c724, softmax=a669741a, elementwise functions=bfdf692e, "
+    "LSTM layers=b805c724, softmax=a669741a, elementwise functions=3a95176e, "
     "normalization=f77ce43d, reductions=7690fa89, random numbers=80839d00",
 }
 """The fingerprint of portable arithmetic by the minor version of torch, without the families that

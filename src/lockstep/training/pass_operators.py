@@ -6,6 +6,7 @@ __all__ = [
     "CONVOLUTIONS",
     "DRAWS",
     "FACTORIES",
+    "OF_FLOAT32",
     "POSITION_FREE",
     "SIZED_BY_VALUES",
     "UNSET",
@@ -103,3 +104,11 @@ POSITION_FREE = VIEWS.union(
     FACTORIES, *(names.split() for names in (COPIES, ROUNDED_ONCE, IN_ORDER, BY_ROW))
 )
 """Operators whose result for an element does not depend on its position in the tensor."""
+
+OF_FLOAT32 = frozenset(
+    """
+    erf exp gelu gelu_backward gru log rnn_relu rnn_tanh sigmoid sigmoid_backward silu silu_backward
+    tanh tanh_backward
+    """.split()
+)
+"""Those of which the same holds in float32 only, which Lockstep's own kernels compute."""

@@ -30,10 +30,11 @@ __all__ = [
 CSRC = Path(__file__).parents[2] / "csrc"
 
 # No fused multiply-add: all processors must compute the same bits. Signed integers wrap.
-# With errno of math functions, a square root is a call, which is not vectorized.
+# With errno of math functions, a square root is a call; with traps, a choice between two numbers is
+# a branch: loops with them are not vectorized.
 FLAGS = (
     "-std=c++20", "-O3", "-DNDEBUG", "-fwrapv", "-ffp-contract=off", "-fno-math-errno",
-    "-fPIC", "-pthread", "-fvisibility=hidden", "-g0",
+    "-fno-trapping-math", "-fPIC", "-pthread", "-fvisibility=hidden", "-g0",
 )  # fmt: skip
 
 

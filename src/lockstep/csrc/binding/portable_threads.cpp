@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "element_functions.h"
 #include "portable_kernels.h"
 
 namespace lockstep {
@@ -54,6 +55,7 @@ class Arguments {
   size_t count() const { return schema_.arguments().size(); }
   const c10::IValue& operator[](size_t i) const { return first_[static_cast<std::ptrdiff_t>(i)]; }
   Stack copy() const { return {first_, first_ + std::ssize(schema_.arguments())}; }
+  c10::ArrayRef<c10::IValue> list() const { return c10::ArrayRef<c10::IValue>(&*first_, count()); }
   std::optional<size_t> find(const std::string& name) const {
     const std::optional<int> index = schema_.argumentIndexWithName(name);
     if (!index) return std::nullopt;
@@ -336,6 +338,36 @@ struct InPieces : c10::OperatorKernel {
   SafeKernelFunction original;
 };
 
+// ---- functions of float32 ----
+
+struct Original : c10::OperatorKernel {
+  explicit Original(SafeKernelFunction kernel) : original(std::move(kernel)) {}
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    original.callBoxed(op, keys, stack);
+  }
+  SafeKernelFunction original;
+};
+
+// `Others` computes what is not in float32.
+template <typename Others>
+struct OfFloats : Others {
+  OfFloats(SafeKernelFunction kernel, ElementFunction function_)
+      : Others(std::move(kernel)), function(function_) {}
+
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    const Arguments arguments(op, *stack);
+    Tensor out;
+    for (size_t i = 0; i < arguments.count(); ++i)
+      if (arguments.is_written(i)) out = arguments[i].toTensor();
+    const Tensor result = call_element_function(function, arguments.list(), out);
+    if (!result.defined()) return Others::operator()(op, keys, stack);
+    stack->resize(stack->size() - arguments.count());
+    stack->emplace_back(result);
+  }
+
+  ElementFunction function;
+};
+
 // ---- the operators ----
 
 using Names = std::unordered_set<std::string>;
@@ -452,13 +484,22 @@ static std::string base_of(const c10::OperatorName& name) {
   return whole.back() == '_' ? whole.substr(0, whole.size() - 1) : whole;
 }
 
-template <typename Kernel>
-static void wrap(torch::Library& library, const OperatorHandle& op) {
-  auto kernel = std::make_unique<Kernel>(op.getComputedKernelForDispatchKey(DispatchKey::CPU));
+template <typename Kernel, typename... Given>
+static void wrap(torch::Library& library, const OperatorHandle& op, Given... given) {
+  auto kernel =
+      std::make_unique<Kernel>(op.getComputedKernelForDispatchKey(DispatchKey::CPU), given...);
   const c10::OperatorName& name = op.operator_name();
   const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
   library.impl((name.name + overload).c_str(),
                torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+}
+
+static void wrap_function(torch::Library& library, const OperatorHandle& op,
+                          const std::string& name, ElementFunction function) {
+  if (kElementwise.contains(name)) return wrap<OfFloats<InPieces<Of::all>>>(library, op, function);
+  if (kOfOneDnn.contains(name))
+    return wrap<OfFloats<InPieces<Of::contiguous>>>(library, op, function);
+  wrap<OfFloats<Original>>(library, op, function);
 }
 
 using Wrap = void (*)(torch::Library&, const OperatorHandle&);
@@ -481,15 +522,19 @@ void register_threads(torch::Library& library) {
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
+    const ElementFunction function = find_element_function(base_of(name));
     const Wrap wrap_operator = find_wrap(base_of(name));
-    if (!wrap_operator) continue;
+    if (!function && !wrap_operator) continue;
     const auto op = dispatcher.findSchema(name);
     if (!op || !op->hasComputedKernelForDispatchKey(DispatchKey::CPU)) continue;
     // What autograd decomposes on CPUs must not get a kernel of its own.
     if (op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
         !op->hasKernelForDispatchKey(DispatchKey::CPU))
       continue;
-    wrap_operator(library, *op);
+    if (function)
+      wrap_function(library, *op, base_of(name), function);
+    else
+      wrap_operator(library, *op);
   }
 }
 

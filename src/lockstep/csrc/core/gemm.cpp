@@ -17,9 +17,11 @@ namespace lockstep {
   void normalize_scores(const ScoreRows& rows, void* scores, void* sums, int64_t stride);      \
   void restore_weights(const ScoreRows& rows, void* scores, const void* sums, int64_t stride); \
   void differentiate_weights(const ScoreRows& rows, const void* weights, void* gradients);     \
+  extern const Functions functions;                                                            \
   static const Gemm kernels{multiply,                                                          \
                             {compute_cells, differentiate_cells},                              \
                             {normalize_scores, restore_weights, differentiate_weights},        \
+                            functions,                                                         \
                             #NAME};                                                            \
   }
 DECLARE_KERNELS(plain)

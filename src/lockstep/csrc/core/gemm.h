@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "functions.h"
 #include "kernels.h"
 #include "lstm_cell.h"
 #include "softmax.h"
@@ -54,6 +55,7 @@ struct Gemm {
   void (*multiply)(const Product& product);
   LstmCell lstm_cell;
   Softmax softmax;
+  const Functions& functions;
   const char* name;
 };
 

@@ -1,5 +1,6 @@
-// The kernels of gemm.h, lstm_cell.h and softmax.h for x86 processors with AVX-512. The headers are
-// included before the target is set, so that no shared inline function is compiled for it.
+// The kernels of gemm.h, functions.h, lstm_cell.h and softmax.h for x86 processors with AVX-512.
+// The headers are included before the target is set, so that no shared inline function is compiled
+// for it.
 #include <cstdint>
 #include <limits>
 #include <type_traits>
@@ -22,6 +23,7 @@
 #define VECTOR_BYTES 64
 namespace lockstep::avx512 {
 #include "exponential.inc"
+#include "functions.inc"
 #include "gemm.inc"
 #include "lstm_cell.inc"
 #include "softmax.inc"

@@ -1,4 +1,5 @@
-// The kernels of gemm.h, lstm_cell.h and softmax.h for any processor; on Arm products use NEON.
+// The kernels of gemm.h, functions.h, lstm_cell.h and softmax.h for any processor; on Arm products
+// use NEON.
 #include <cstdint>
 #include <limits>
 #include <type_traits>
@@ -13,6 +14,7 @@
 #define VECTOR_BYTES 16
 namespace lockstep::plain {
 #include "exponential.inc"
+#include "functions.inc"
 #include "gemm.inc"
 #include "lstm_cell.inc"
 #include "softmax.inc"
