@@ -48,9 +48,9 @@ TEST(the_wait_of_the_main_thread_counts_and_else_the_oldest) {
   CHECK(std::string(page.wait().text) == "barrier, call 2");
   CHECK(page.wait().since_ns == 20 && page.wait().in_main_thread == 1);
   CHECK(page.wait().awaited == kNotSaid);
-  begin_wait("recv from rank 1", since(30), 1);
+  begin_wait("recv from rank 1", since(30), 1, CallKind::receive);
   CHECK(std::string(page.wait().text) == "recv from rank 1" && page.wait().since_ns == 30);
-  CHECK(page.wait().awaited == 1);
+  CHECK(page.wait().awaited == 1 && page.wait().kind == CallKind::receive);
   end_wait();
   end_wait();
   CHECK(page.wait().since_ns == 10 && page.wait().in_main_thread == 0);
@@ -65,7 +65,7 @@ TEST(a_rank_that_sleeps_in_a_collective_publishes_that) {
     if (group.rank() == 1) {
       while (group.rank_state(1).phase.sleepers.load() == 0) yield_core();
       CHECK(std::string(page.wait().text) == "barrier, call 1 of group default");
-      CHECK(page.wait().since_ns > 0);
+      CHECK(page.wait().since_ns > 0 && page.wait().kind == CallKind::collective);
     }
     run_barrier(group);
   });

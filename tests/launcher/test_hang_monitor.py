@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.comm.activity import Activity, State
+from lockstep.comm.activity import Activity, CallKind, State
 from lockstep.kernel.errors import RankError
 from lockstep.launcher import hang_monitor, supervisor
 from lockstep.launcher.failure_attribution import Outcome
@@ -236,7 +236,8 @@ def test_a_hang_is_reported_once_and_its_end_too(clock, capsys):
 def receiving(peer: int, since: float) -> Activity:
     """Return the activity of a rank that waits for a message of the backend lockstep."""
     wait = MESSAGE.format(peer)
-    return Activity(wait=wait, wait_since=since, is_main_thread_waiting=True)
+    kind = CallKind.RECEIVE
+    return Activity(wait=wait, wait_since=since, is_main_thread_waiting=True, kind=kind)
 
 
 def test_a_deadlock_is_reported_once_nothing_has_moved_for_some_seconds(clock, capsys):
@@ -273,28 +274,26 @@ def test_ranks_that_move_or_compute_are_not_in_a_deadlock(clock):
     assert pass_time(clock, monitor, 5) is not None
 
 
-REDUCE = "all_reduce(SUM, float32, 4 elements), call 3 of group {}"
-
-
 @pytest.mark.parametrize(
     ("operations", "advice"),
     [
-        ([MESSAGE.format(1), "recv from any rank (tag 0) of group default"], "send first"),
-        ([MESSAGE.format(1), "send to rank 0 (tag 1) of group default"], "send first"),
-        ([MESSAGE.format(1), REDUCE.format("default")], "make the same calls in the same order"),
-        ([REDUCE.format("rows"), REDUCE.format("columns")], "make the same calls"),
-        ([REDUCE.format("default")] * 2, None),  # it is in progress
-        (["all_gather, in step 3", MESSAGE.format(0)], None),  # perhaps on a device
-        ([MESSAGE.format(1), ""], None),  # rank 1 computes
+        # The words of a call decide nothing.
+        ([("x", CallKind.RECEIVE), ("y", CallKind.RECEIVE)], "send first"),
+        ([("x", CallKind.RECEIVE), ("y", CallKind.SEND)], "send first"),
+        ([("x", CallKind.RECEIVE), ("y", CallKind.COLLECTIVE)], "make the same calls in the same"),
+        ([("x", CallKind.COLLECTIVE), ("y", CallKind.COLLECTIVE)], "make the same calls"),
+        ([("x", CallKind.COLLECTIVE)] * 2, None),  # it is in progress
+        ([("recv of group x", 0), (MESSAGE, CallKind.RECEIVE)], None),  # perhaps on a device
+        ([("x", CallKind.RECEIVE), ("", 0)], None),  # rank 1 computes
     ],
 )
 def test_all_ranks_that_wait_in_different_calls_are_in_a_deadlock(
     operations, advice, clock, capsys
 ):
     ranks = FakeRanks()
-    for rank, wait in enumerate(operations):
+    for rank, (wait, kind) in enumerate(operations):
         ranks.activities[rank] = Activity(
-            wait=wait, wait_since=clock[0], is_main_thread_waiting=bool(wait)
+            wait=wait, wait_since=clock[0], is_main_thread_waiting=bool(wait), kind=kind
         )
     error = pass_time(clock, monitor_of(ranks, HangPolicy(ends_launch=True)), 9)
     assert (error is None) == (advice is None)

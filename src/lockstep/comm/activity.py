@@ -31,6 +31,7 @@ __all__ = [
     "ALL_OTHERS",
     "PAGE_BYTES",
     "Activity",
+    "CallKind",
     "State",
     "Waited",
     "Waiting",
@@ -48,7 +49,7 @@ TEXT_BYTES = 992
 ENTRY = struct.Struct(f"<QqII{TEXT_BYTES}sQ")
 LAST_CALL = struct.Struct("<IiqQQ16s48s")
 LAST_CALL_AT = 2048
-CURRENT_WAIT = struct.Struct("<IIqi512s")
+CURRENT_WAIT = struct.Struct("<IIqiI512s")
 CURRENT_WAIT_AT = 2304
 ALL_OTHERS = -1  # the smallest number that says who is waited for
 NUMBER_AT = 4088
@@ -61,6 +62,15 @@ class State(IntEnum):
     COMPUTING = 0
     WAITING = 1  # for other ranks
     FINISHED = 2
+
+
+class CallKind(IntEnum):
+    """The kind of a call of the backend "lockstep" in which a thread waits."""
+
+    OTHER = 0  # or not known
+    COLLECTIVE = 1
+    RECEIVE = 2
+    SEND = 3
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class Activity:
         wait_since: The time at which that wait began; 0 for none.
         is_main_thread_waiting: Whether the sleeping thread is the main thread.
         awaited: The rank that the thread waits for, `ALL_OTHERS`, or None if it does not say.
+        kind: The `CallKind` of `wait`.
     """
 
     number: int = 0
@@ -92,6 +103,7 @@ class Activity:
     wait_since: float = 0.0
     is_main_thread_waiting: bool = False
     awaited: int | None = None
+    kind: int = CallKind.OTHER
 
     @property
     def changes(self) -> tuple[int, int]:
@@ -212,7 +224,7 @@ class Waiting:
 
 def read_own_activity() -> Activity:
     """Return the activity of this process."""
-    return _read(lambda: _page.memory[:PAGE_BYTES])
+    return _read(lambda: _page.memory[:])
 
 
 def read_activity(descriptor: int) -> Activity:
@@ -237,8 +249,10 @@ def parse_page(page: bytes) -> Activity:
         return Activity()
     number, text, state, since = max(_parse_entry(page, 0), _parse_entry(page, ENTRY_BYTES))
     call_sequence, peer, begun, call, count, op, group = LAST_CALL.unpack_from(page, LAST_CALL_AT)
-    sequence, in_main, wait_since, awaited, wait = CURRENT_WAIT.unpack_from(page, CURRENT_WAIT_AT)
-    has_call = bool(call_sequence) and call_sequence % 2 == 0
+    sequence, in_main, wait_since, awaited, kind, wait = CURRENT_WAIT.unpack_from(
+        page, CURRENT_WAIT_AT
+    )
+    has_call = call_sequence and call_sequence % 2 == 0
     waits = sequence % 2 == 0 and wait_since > 0
     return Activity(
         number=number,
@@ -252,13 +266,14 @@ def parse_page(page: bytes) -> Activity:
         wait_since=wait_since / 1e9 if waits else 0.0,
         is_main_thread_waiting=waits and bool(in_main),
         awaited=awaited if waits and awaited >= ALL_OTHERS else None,
+        kind=kind,
     )
 
 
 def _parse_entry(page: bytes, offset: int) -> tuple[int, str, State, int]:
     """Return the number, text, state and time of an entry; the number is 0 if incomplete."""
     number, since, state, length, text, number_again = ENTRY.unpack_from(page, offset)
-    if number != number_again or number == 0 or state not in list(State):
+    if number != number_again or not number or state not in list(State):
         return 0, "", State.FINISHED, 0
     return number, text[:length].decode(errors="replace"), State(state), since
 

@@ -21,12 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lockstep.comm.activity import Activity
+from lockstep.comm.activity import Activity, CallKind
 from lockstep.formatting import format_duration, format_numbered
 from lockstep.kernel.errors import RankError
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.stacks import (
     describe_location,
+    is_receiving,
     is_user_code,
     is_waiting,
     may_wait,
@@ -54,7 +55,6 @@ MAX_STACK_INTERVAL = 10.0  # seconds
 # Seconds in which the ranks of a deadlock neither move nor use a processor. A long message that
 # is on its way uses one; a machine that is busy leaves every process waiting for it now and then.
 DEADLOCK_SECONDS = 3.0
-OF_GROUP = " of group "  # in the wait of a rank for a call of the backend "lockstep"
 IDLE = 0.02  # share of a core below which a process counts as asleep
 
 
@@ -104,6 +104,7 @@ class RankSnapshot:
         stopped_for: Time since a signal stopped it; None if it is not stopped.
         location: Where it is in the user's code, such as "at train.py:31"; "" if unknown.
         noun: What `rank` is: "rank", or "member" in an elastic run.
+        kind: The `CallKind` of the operation.
     """
 
     rank: int
@@ -114,11 +115,7 @@ class RankSnapshot:
     stopped_for: float | None = None
     location: str = ""
     noun: str = "rank"
-
-    @property
-    def is_message(self) -> bool:
-        """Whether its operation is one with one other rank."""
-        return self.operation.startswith(("recv", "send"))
+    kind: int = CallKind.OTHER
 
     @property
     def name(self) -> str:
@@ -182,7 +179,8 @@ class Hang:
         if self.busy:
             ranks = _format_names(self.busy)
             return f"unless that is a long computation, see the stack of {ranks} below"
-        if self.is_deadlock and all(snapshot.is_message for snapshot in self.waiting):
+        is_message = all(snapshot.kind >= CallKind.RECEIVE for snapshot in self.waiting)
+        if self.is_deadlock and is_message:
             return "send first on one of the ranks, or use dist.batch_isend_irecv"
         if self.is_deadlock or self._has_different_calls or self.returned:
             return "make the same calls in the same order on every rank"
@@ -422,6 +420,7 @@ class HangMonitor:
                     is_waiting=True,
                     operation=sample.location.partition(" ")[2],
                     age=now - sample.since,
+                    kind=sample.kind,
                 )
             if (since := self._stopped_since.get(rank)) is not None:
                 snapshot = replace(snapshot, stopped_for=now - since)
@@ -445,10 +444,9 @@ class HangMonitor:
             for snapshot in snapshots
             if snapshot.is_waiting and snapshot.stopped_for is None
         }
-        # The stack of a rank that publishes nothing does not say in which group it waits.
-        is_receive = all(operation.startswith("recv") for operation in waits.values())
-        is_call = all(OF_GROUP in operation for operation in waits.values())
-        has_different_calls = is_call and len(set(waits.values())) > 1
+        kinds = {snapshot.kind for snapshot in snapshots}
+        is_receive = kinds == {CallKind.RECEIVE}
+        has_different_calls = CallKind.OTHER not in kinds and len(set(waits.values())) > 1
         is_world = len(waits) == len(snapshots) > 1 and not self._policy.has_other_hosts
         if not is_world or not (is_receive or has_different_calls):
             return False
@@ -570,6 +568,7 @@ class _Sample:
         since: When it was first seen there.
         cpu_seconds: The processor time that it had used at `seen`; None before the first stack.
         seen: When its last stack was taken.
+        kind: The kind of the call in which it waits, as far as its stack says it.
     """
 
     changes: tuple[int, int]
@@ -577,6 +576,7 @@ class _Sample:
     since: float = 0.0
     cpu_seconds: float | None = None
     seen: float = 0.0
+    kind: int = CallKind.OTHER
 
     def is_waiting(self, activity: Activity) -> bool:
         return bool(self.location) and self.changes == activity.changes
@@ -588,7 +588,8 @@ class _Sample:
             waits = cpu_seconds - self.cpu_seconds <= IDLE * (now - self.seen)
         location = describe_location(dump) if waits else ""
         since = self.since if location and location == self.location else now
-        return replace(self, location=location, since=since, cpu_seconds=cpu_seconds, seen=now)
+        kind = CallKind.RECEIVE if is_receiving(dump) else CallKind.OTHER
+        return _Sample(self.changes, location, since, cpu_seconds, now, kind)
 
 
 def take_snapshot(rank: int, pid: int, activity: Activity, now: float) -> RankSnapshot:
@@ -600,4 +601,5 @@ def take_snapshot(rank: int, pid: int, activity: Activity, now: float) -> RankSn
         operation=activity.operation,
         age=now - since if since > 0 else None,
         is_waiting=activity.is_waiting,
+        kind=activity.kind if activity.is_main_thread_waiting else CallKind.OTHER,
     )

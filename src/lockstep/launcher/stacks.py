@@ -21,6 +21,7 @@ __all__ = [
     "NOT_USER_CODE",
     "STACK_SIGNAL",
     "describe_location",
+    "is_receiving",
     "is_user_code",
     "is_waiting",
     "may_wait",
@@ -96,6 +97,14 @@ def describe_location(dump: str) -> str:
 def is_waiting(dump: str) -> bool:
     """Return whether the last stack of `dump` is in torch.distributed or the rendezvous check."""
     return any(part in file for file, _, _ in _all_frames(dump)[:6] for part in WAITING)
+
+
+def is_receiving(dump: str) -> bool:
+    """Return whether the last stack of `dump` is in torch's `recv` or `recv_object_list`."""
+    return any(
+        WAITING[0] in file and function.startswith("recv")
+        for file, _, function in _all_frames(dump)[:6]
+    )
 
 
 def may_wait(dump: str) -> bool:

@@ -102,6 +102,7 @@ struct Wait {
   std::string what;
   Clock::time_point since;
   int32_t awaited;
+  CallKind kind;
 };
 
 static std::mutex waits_mutex;
@@ -133,13 +134,14 @@ static void publish_waits() {
   current.in_main_thread = is_main;
   current.since_ns = shown ? nanoseconds(shown->since) : 0;
   current.awaited = named ? named->awaited : kNotSaid;
+  current.kind = named ? named->kind : CallKind::other;
   copy_name(current.text, named ? named->what.c_str() : "");
   end_write(current.sequence);
 }
 
-void begin_wait(const std::string& what, Clock::time_point since, int32_t awaited) {
+void begin_wait(const std::string& what, Clock::time_point since, int32_t awaited, CallKind kind) {
   std::lock_guard<std::mutex> lock(waits_mutex);
-  waits.push_back({current_thread(), what, since, awaited});
+  waits.push_back({current_thread(), what, since, awaited, kind});
   publish_waits();
 }
 

@@ -32,11 +32,15 @@ struct LastCall {
   char group[48];
 };
 
+// What a thread waits in; `CallKind` in lockstep/comm/activity.py.
+enum class CallKind : uint32_t { other, collective, receive, send };
+
 struct CurrentWait {
   std::atomic<uint32_t> sequence;
   uint32_t in_main_thread;  // 0: only background threads wait
   int64_t since_ns;         // 0: no thread waits
   int32_t awaited;          // the global rank; or kAllOthers, kNotSaid
+  CallKind kind;
   char text[512];
 };
 
@@ -56,7 +60,8 @@ void publish_call(const char* op, int peer, uint64_t number, uint64_t count,
 // Publishes that the calling thread waits, until `end_wait`. Calls may nest. An empty
 // `what` stands for what another thread of this process waits for. `awaited` is for a launcher
 // that replaces ranks which go on waiting for a lost one.
-void begin_wait(const std::string& what, Clock::time_point since, int32_t awaited = kNotSaid);
+void begin_wait(const std::string& what, Clock::time_point since, int32_t awaited = kNotSaid,
+                CallKind kind = CallKind::other);
 void end_wait();
 
 // The wait of a thread for another thread of this process, which waits for other ranks.

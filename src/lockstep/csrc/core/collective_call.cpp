@@ -81,7 +81,7 @@ void CollectiveCall::on_sleep(bool is_sleeping) {
     group_.begin_sleep(what);
     begin_wait(group_.describe(own_info()) + ", call " + std::to_string(number_) + " of group " +
                    group_.info_.name,
-               begun_);
+               begun_, kNotSaid, CallKind::collective);
   }
   if (group_.on_sleep) group_.on_sleep(is_sleeping);
   if (!is_sleeping) {

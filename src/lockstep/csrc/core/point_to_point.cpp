@@ -197,7 +197,8 @@ class PointToPoint::MessageWaitObserver : public WaitObserver {
     const std::string what = p2p_.describe(message_);
     if (is_sleeping) {
       p2p_.group_.begin_sleep(what);
-      begin_wait(what + " of group " + p2p_.group_.info().name, begun_);
+      begin_wait(what + " of group " + p2p_.group_.info().name, begun_, kNotSaid,
+                 message_.op == Op::recv ? CallKind::receive : CallKind::send);
     } else {
       end_wait();
       p2p_.group_.end_sleep(what);
