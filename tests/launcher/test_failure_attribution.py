@@ -111,6 +111,7 @@ def test_an_error_of_lockstep_is_joined_over_the_ranks_that_raised_it():
     bare = ["rank 0, step 2, micro-batch 0: no loss", "rank 1, step 2, micro-batch 2: no loss"]
     assert told(own(0, bare[0]), own(1, bare[1])) == ([0, 1], f"train.py:3: {bare[0]}")
     assert told(own(0, bare[0]), own(1, f"{bare[1]} at all"))[0] == [0]
+    assert told(own(0, "no loss in 0 on 0"), own(1, "no loss in 2 on 1"))[0] == [0, 1]
     of_rank_1 = "rank 1, step 3: the loss is nan"  # which every rank raises
     assert told(own(0, of_rank_1), own(1, of_rank_1)) == ([0, 1], f"train.py:3: {of_rank_1}")
     assert told(own(0, "no data", ""), own(1, "no data", "")) == ([0, 1], "no data")

@@ -77,9 +77,7 @@ def describe_failure(
         elif rank in results and outcome.error is None:
             state = summarize(results[rank])
         else:
-            state = describe_end(outcome)
-            is_passive = state.startswith("was ")
-            state = state.replace("was ", "was also ", 1) if is_passive else f"also {state}"
+            state = describe_end(outcome, "also ")
         lines.setdefault(state, []).append(rank)
     details = first.error or {}
     return Failure(

@@ -39,7 +39,8 @@ __all__ = [
     "signal_name",
 ]
 
-# The beginning of an error message that names the process that failed, which is not named twice.
+# The beginning of an error message that names the process that failed, which a sentence does not
+# name twice. Nothing else is decided by it: any other message follows the name of the process.
 BEGINS_WITH_WHO = r"(rank|member) \d|the process of"
 
 
@@ -181,22 +182,17 @@ def _describe_failure(failure: Outcome) -> str:
 def find_same_failures(outcomes: Iterable[Outcome], failure: Outcome) -> list[Outcome]:
     """Return the outcomes with the same Lockstep error as `failure`; none for other errors."""
     own = _identify(failure)
-    return [outcome for outcome in outcomes if own & _identify(outcome)]
+    same = [outcome for outcome in outcomes if _identify(outcome) == own]
+    return [] if own is None else same
 
 
-def _identify(outcome: Outcome) -> set[str]:
-    """Return the forms of a Lockstep error's message that other ranks' messages are compared with.
+def _identify(outcome: Outcome) -> str | None:
+    """Return a Lockstep error's message without its numbers; None for other errors.
 
-    They are the message as it is, without the rank that it begins with, and without the number
-    of this rank and its micro-batch in the text. Empty for other errors.
+    They may be this rank and its micro-batch, and so differ where ranks fail in the same way.
     """
     error = outcome.error
-    if error is None or not error["plain"]:
-        return set()
-    message = error["message"]
-    mention = rf"\brank {outcome.own_rank}\b(?:(, step \d+), micro-batch \d+)?"
-    bare = message.removeprefix(f"rank {outcome.own_rank}: ")
-    return {message, bare, re.sub(mention, r"rank\1", message)}
+    return re.sub(r"\d", "", error["message"]) if error is not None and error["plain"] else None
 
 
 def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
@@ -242,17 +238,17 @@ def _describe_early_return(outcomes: Sequence[Outcome], failure: Outcome) -> str
     )
 
 
-def describe_end(outcome: Outcome) -> str:
-    """Return how a rank ended, as the predicate of a sentence about it."""
+def describe_end(outcome: Outcome, also: str = "") -> str:
+    """Return how a rank ended, as the predicate of a sentence; `also` may be "also "."""
     if outcome.error is not None:
-        return _describe_exception(outcome.error)
+        return also + _describe_exception(outcome.error)
     if outcome.status is None:
-        return "is still running"
+        return f"{also}is still running"
     if outcome.lost_with:
-        return f"was lost with {outcome.lost_with}"
+        return f"was {also}lost with {outcome.lost_with}"
     if outcome.status < 0:
-        return f"was killed by {signal_name(-outcome.status)}{outcome.hint}"
-    return f"exited with status {outcome.status}"
+        return f"was {also}killed by {signal_name(-outcome.status)}{outcome.hint}"
+    return f"{also}exited with status {outcome.status}"
 
 
 def describe_failed_start(rank: int, reason: str, noun: str = "rank") -> dict[str, Any]:
