@@ -16,6 +16,8 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 import processes
 from lockstep.kernel.errors import RankError
+from lockstep.tools.remote.calls import Future
+from lockstep.tools.remote.hang_recovery import HangRecovery
 
 LONG = 600.0  # seconds for a collective; a test that waits for it is ended before
 until = partial(processes.until, seconds=60.0)
@@ -83,6 +85,17 @@ def test_the_next_call_is_not_paired_with_the_collective_that_still_waits(tmp_pa
                 future.result(60.0)
         with pytest.raises(RankError, match=r"has ended, .* error: rank 1 raised KeyError: 'lr'"):
             driver.run(summed)
+
+
+def test_only_the_call_that_ended_the_world_does_not_say_so():
+    recovery = HangRecovery()
+    ending = [Future(0, "a call", until)]
+    recovery._cause = ending
+    recovery.world_error = "the world has ended after: boo"
+    for futures in (ending, [*ending], None):
+        error = RankError("boo")
+        recovery.explain(error, futures)
+        assert ("has ended" in str(error)) is (futures is not ending)
 
 
 def samples() -> TensorDataset:

@@ -61,6 +61,7 @@ class HangRecovery:
 
     def __init__(self) -> None:
         self.world_error = ""
+        self._cause: Sequence[Future[Any]] = ()  # the call whose error `world_error` quotes
         self._calls: list[SharedCall] = []
 
     @property
@@ -73,9 +74,14 @@ class HangRecovery:
         """Release workers if this call, on all of them, raises on some only."""
         self._calls.append(SharedCall(number, futures))
 
-    def explain(self, error: Exception) -> None:
-        """Add to the message of a later error that the world has ended, and why."""
-        if self.world_error and str(error) not in self.world_error:
+    def explain(self, error: Exception, futures: Sequence[Future[Any]] | None = None) -> None:
+        """Add that the world has ended, and why, unless these futures are of the call that says it.
+
+        Args:
+            error: A later error.
+            futures: Those of the call that it is of, if it is of one.
+        """
+        if self.world_error and futures is not self._cause:
             error.args = (f"{error}; {self.world_error}",)
 
     def proceed(self, workers: Sequence[WorkerHandle]) -> None:
@@ -95,6 +101,7 @@ class HangRecovery:
     def _release(self, call: SharedCall, failed: Sequence[WorkerHandle]) -> None:
         call.is_released = True
         if not self.world_error:
+            self._cause = call.futures
             self.world_error = (
                 f"the world of these workers has ended, because the others had not returned "
                 f"{PATIENCE:g} s after this error: {make_error(call.futures)}; start new workers "

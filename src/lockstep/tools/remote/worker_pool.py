@@ -155,7 +155,7 @@ class WorkerPool:
         try:
             return await_results(futures, self.output.wait)
         except LockstepError as error:
-            self.recovery.explain(error)
+            self.recovery.explain(error, futures)
             raise
 
     def require_world(self) -> None:
