@@ -61,7 +61,12 @@ class DatasetError(UsageError):
 
 
 class WorkError(LockstepError, RuntimeError):
-    """The work started and failed."""
+    """The work started and failed.
+
+    `reason` is why, without the rank and the step; "" if only the message says it.
+    """
+
+    reason: str = ""
 
 
 class RankError(WorkError):
@@ -79,7 +84,6 @@ class RankError(WorkError):
     status: int | None = None
     exception: str | None = None
     code: str = ""
-    reason: str = ""
 
 
 class RendezvousError(WorkError):
@@ -143,7 +147,6 @@ class CommunicationError(WorkError):
     """
 
     operation: str = ""
-    reason: str = ""
     hint: str = ""
 
 

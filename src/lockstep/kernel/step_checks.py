@@ -33,9 +33,11 @@ def raise_failure(step: StepContext, summary: StatusSummary) -> None:
         rank, kind, sentence = summary.failure
         if kind == "stopped":
             raise StoppedError(f"rank {step.parallel.rank} stopped because {sentence}")
-        raise (GradientError if kind == "failure" else StateError)(
+        error = (GradientError if kind == "failure" else StateError)(
             f"rank {rank}, step {step.number}: {sentence}"
         )
+        error.reason = sentence
+        raise error
     if summary.non_finite is not None:
         raise _explain_loss(step, summary.non_finite, summary.warnings)
 

@@ -18,7 +18,14 @@ from weakref import WeakSet
 from torch import nn
 
 from lockstep.compiled_wrapper import unwrap
-from lockstep.kernel.errors import GradientError, LayoutError, LossError, UsageError
+from lockstep.kernel.errors import (
+    GradientError,
+    LayoutError,
+    LockstepError,
+    LossError,
+    UsageError,
+    WorkError,
+)
 from lockstep.kernel.step import OptimizerStep, PreparedStep
 from lockstep.kernel.step_context import Attempt, StepContext
 from lockstep.kernel.step_hooks import CommittedStep, RepeatStep
@@ -239,6 +246,10 @@ class StepOperation:
         failure.update(message=f"{code}: {error}", step=attempt.step, code=code)
         if isinstance(error, LossError) and error.loss:
             failure.update(microbatch=error.microbatch, value=error.loss)
+        elif isinstance(error, WorkError) and error.reason:
+            failure["reason"] = error.reason
+        elif not isinstance(error, LockstepError):
+            failure["reason"] = str(error).partition("\n")[0]
 
 
 class OpenStep:

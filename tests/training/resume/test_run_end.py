@@ -108,14 +108,18 @@ def test_a_trainer_that_is_dropped_ends_its_run(tmp_path):
     first = build(tmp_path / "first")
     with pytest.raises(LossError):
         first.step((BATCH[0] * float("nan"), BATCH[1]))
+    broken = build(tmp_path / "broken")
+    with pytest.raises(RuntimeError):
+        broken.step((torch.ones(8, 5), BATCH[1]))
     second = build(tmp_path / "second")
     third = build(tmp_path / "third")
-    del first, second
+    del first, broken, second
     gc.collect()
     assert read_run(tmp_path / "first").state == "failed"
     end = read_run(tmp_path / "first").end
     assert "the loss is nan" in end["message"]
     assert end["value"] == "nan"
+    assert read_run(tmp_path / "broken").end["reason"].startswith("mat1 and mat2")
     assert read_run(tmp_path / "second").state == "done"
     del third
     gc.collect()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +16,6 @@ __all__ = ["Recorded", "ReplayComparison", "compare", "find_recorded"]
 
 MOST_NAMED = 8  # the largest number of differences in a sentence
 
-STOPPED_AT = re.compile(
-    r"step (?P<step>\d+)(?:, micro-batch (?P<microbatch>\d+))?: "
-    r"(?:the [\w ]+ is -?(?:nan|inf)|[^;\n]+)"
-)
-"""The part of an error's message about a step that does not depend on the layout or the folder.
-
-Only for records of earlier versions, and for errors other than a loss that is not finite."""
-
 
 @dataclass(frozen=True)
 class Recorded:
@@ -34,7 +25,8 @@ class Recorded:
         step: The step; None if the run stopped in it.
         digest: The digest of the weights after it; None if none was recorded.
         failure: The reason why the run stopped in this step: "step 7, micro-batch 2: the loss is
-            nan", "KeyError: 'lr'"; "" if it did not, or if the reason is not known.
+            nan", "step 7: KeyError: 'lr'", and without the step if it was between two steps; ""
+            if it did not, or if the reason is not known.
         microbatch: The micro-batch where it stopped; None if it is not known.
     """
 
@@ -109,20 +101,18 @@ def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> R
     if number in steps:
         return Recorded(steps[number], run.digests.get(number + 1))
     end = run.end or {}
+    if end.get("step") == number:
+        return Recorded(None, failure=_describe(end), microbatch=end.get("microbatch"))
     message = str(end.get("message") or "")
-    if "value" in end and end.get("step") == number:
-        return Recorded(None, failure=_describe(end), microbatch=end["microbatch"])
-    stop = STOPPED_AT.search(message)
-    if stop is not None and int(stop["step"]) == number:
-        microbatch = None if stop["microbatch"] is None else int(stop["microbatch"])
-        return Recorded(None, failure=stop[0], microbatch=microbatch)
     is_next = run.state == "failed" and number == max(steps, default=-1) + 1
     return Recorded(None, failure=message.splitlines()[0] if message and is_next else "")
 
 
 def _describe(end: Mapping[str, Any]) -> str:
-    """Return why a run stopped for a loss that is not finite."""
-    return "step {step}, micro-batch {microbatch}: the loss is {value}".format(**end)
+    """Return why a run stopped in a step, which depends neither on the layout nor on words."""
+    if "value" in end:
+        return "step {step}, micro-batch {microbatch}: the loss is {value}".format(**end)
+    return "step {step}: {code}: {reason}".format(**{"reason": "", **end}).removesuffix(": ")
 
 
 def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> ReplayComparison:
@@ -177,8 +167,8 @@ def _compare_stop(result: ReplayComparison) -> ReplayComparison:
     """
     request = result.request
     recorded = result.recorded
-    stop = result.replay.stop or {}
-    now = _describe(stop) if "value" in stop else result.replay.failure
+    stop = result.replay.stop
+    now = result.replay.failure if stop is None else _describe(stop)
     if result.replayed is not None and request.is_alone:
         if request.microbatch != recorded.microbatch:
             return result
