@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
 import sys
 
 import pytest
@@ -195,6 +198,11 @@ def test_every_entry_is_provoked_or_says_why_it_is_not():
         assert entry.seen
         is_excused = entry.when == "not reproduced" or entry.library == "nccl"
         assert ((entry.library, entry.words) in provoked) != is_excused, entry
+
+
+def test_the_words_of_the_system_in_messages_of_torch_are_known():
+    assert os.strerror(errno.ENOSPC) == foreign_messages.FULL_MEMORY
+    assert f"signal: {signal.strsignal(signal.SIGTERM)}" == foreign_messages.LOADER_TERMINATED
 
 
 def test_the_class_of_an_exception_names_its_library():

@@ -7,7 +7,7 @@ without an accelerator. A version with other words makes that test fail.
 
 Lockstep's own errors have types (`lockstep.errors`).
 
-The messages of torch about a model or a loader, below, only lead to a better sentence or to another
+The messages of torch 2.13 and of compilers, below, only lead to a better sentence or to another
 attempt; the tests of the modules that use them provoke them.
 """
 
@@ -18,14 +18,19 @@ from dataclasses import dataclass
 
 __all__ = [
     "BATCH_NORM_OF_ONE",
+    "COMPILER_ERRORS",
     "CONNECTION_ENDS",
     "DEVICE_ASSERTION",
+    "FULL_MEMORY",
     "GLOO_TIMEOUTS",
+    "LOADER_TERMINATED",
     "LOADER_TIMEOUT",
     "LOST_PEERS",
     "META_DEVICE",
     "NOT_DETERMINISTIC",
     "OVERWRITTEN",
+    "RECOMPILE_LIMIT",
+    "REFUSED_CLASS",
     "ForeignMessage",
     "is_gloo_timeout",
     "is_of_gloo_connection",
@@ -115,6 +120,21 @@ DEVICE_ASSERTION = "device-side assert"
 
 LOADER_TIMEOUT = "timed out"
 """In torch's RuntimeError about a DataLoader whose workers have returned nothing in time."""
+
+LOADER_TERMINATED = "signal: Terminated"
+"""In torch's RuntimeError about a worker of a DataLoader that SIGTERM has ended."""
+
+FULL_MEMORY = "No space left on device"
+"""In torch's RuntimeError about a file in /dev/shm that it cannot write, and in an OSError."""
+
+RECOMPILE_LIMIT = "Dynamo recompile limit exceeded"
+"""The beginning of torch's reason for running a function without compilation."""
+
+REFUSED_CLASS = re.compile(r"(?:GLOBAL|[Uu]nsupported class) ([\w.]+)")
+"""In the UnpicklingError of torch.load(weights_only=True), the class that it does not load."""
+
+COMPILER_ERRORS = ("error: ", "cannot find")
+"""In the line of g++ 12, clang 14 or ld 2.40 that says what failed, with LC_ALL=C."""
 
 # A part of the messages of Gloo's connections, with the path of the source file; the other messages
 # of Gloo are about the arguments of a call.

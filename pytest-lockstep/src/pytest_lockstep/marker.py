@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +70,11 @@ def parse_marker(mark: pytest.Mark) -> RankSettings:
         return RankSettings(widths, timeout, init, allowed, backends)
 
     try:
-        settings = read(*mark.args, **mark.kwargs)
+        given = inspect.signature(read).bind(*mark.args, **mark.kwargs)
+        settings = read(*given.args, **given.kwargs)
     except TypeError as error:
-        reason = str(error).partition("() ")[2]
         raise ValueError(
-            f"@pytest.mark.ranks {reason}; it takes numbers of ranks, timeout, init, "
+            f"@pytest.mark.ranks {error}; it takes numbers of ranks, timeout, init, "
             f"allow_leaks and backend"
         ) from None
     for width in settings.widths:

@@ -9,7 +9,6 @@ containers.
 
 from __future__ import annotations
 
-import errno
 import io
 import mmap
 import os
@@ -23,6 +22,7 @@ import torch
 
 from lockstep.data.map_dataset import LoadedBatch, LoadFailure
 from lockstep.data.microbatch import ALIGNMENT
+from lockstep.foreign_messages import FULL_MEMORY
 
 __all__ = ["remedy", "share_batch"]
 
@@ -88,7 +88,7 @@ def share_batch(item: Any) -> Any:
 
 def remedy(error: Exception, otherwise: str) -> str:
     """Return what to do about an error: `otherwise`, unless shared memory is full."""
-    is_full = os.strerror(errno.ENOSPC) in str(error)
+    is_full = FULL_MEMORY in str(error)
     return "enlarge /dev/shm (docker run --shm-size)" if is_full else otherwise
 
 

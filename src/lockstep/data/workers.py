@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.map_dataset import LoadedItem
 from lockstep.data.microbatch import align_tensors, map_tensors
 from lockstep.data.shared_batch import remedy, share_batch
-from lockstep.foreign_messages import LOADER_TIMEOUT
+from lockstep.foreign_messages import LOADER_TERMINATED, LOADER_TIMEOUT
 from lockstep.kernel.errors import SampleError
 from lockstep.kernel.seeds import isolated
 from lockstep.messages import log
@@ -181,7 +181,7 @@ def _install_signal_handler() -> None:
         try:
             torch_handler(number, frame)
         except RuntimeError as error:
-            if f"signal: {signal.strsignal(signal.SIGTERM)}" in str(error):
+            if LOADER_TERMINATED in str(error):
                 return  # the generator detects the death when it waits for the next item
             raise _worker_error(error) from None
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -46,6 +45,7 @@ from lockstep.data.microbatch_sampler import (
     MicrobatchSource,
     PlannedMicrobatch,
 )
+from lockstep.foreign_messages import REFUSED_CLASS
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.seeds import key
 from lockstep.training.exact import Exact
@@ -101,7 +101,7 @@ def exchange_values(gather: GatherFn, values: Any, about: str) -> list[Any]:
     try:
         return [torch.load(io.BytesIO(message), weights_only=True) for message in messages]
     except pickle.UnpicklingError as error:
-        found = re.search(r"(?:GLOBAL|[Uu]nsupported class) ([\w.]+)", str(error))
+        found = REFUSED_CLASS.search(str(error))
         what = found[1] if found else "another object"
         raise UsageError(
             f"{about} other ranks: {what} is not exchanged; return tensors, numbers and strings, "

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.foreign_messages import RECOMPILE_LIMIT
 from lockstep.kernel.errors import UsageError
 from lockstep.model.compilation import count_compiled
 from lockstep.portable.arithmetic import has_portable_bits
@@ -39,9 +40,6 @@ TOO_MANY_SHAPES = (
     "the compiled model met more different shapes than torch.compile keeps graphs for; pad the "
     "inputs to fewer shapes, or raise torch._dynamo.config.recompile_limit"
 )
-
-FALL_BACK = "Dynamo recompile limit exceeded"
-"""The beginning of the reason for which torch runs a function without compilation."""
 
 GRAPHS_PER_SHAPE = 2
 """The number of graphs that a shape may have: one for training and one for evaluation."""
@@ -216,7 +214,7 @@ def _undo_fall_backs() -> None:
     global _fall_backs
     dynamo: Any = sys.modules["torch._dynamo"]
     reasons = dynamo.utils.counters["unimplemented"]
-    count = sum(n for reason, n in reasons.items() if reason.startswith(FALL_BACK))
+    count = sum(n for reason, n in reasons.items() if reason.startswith(RECOMPILE_LIMIT))
     if count == _fall_backs:
         return
     _fall_backs = count

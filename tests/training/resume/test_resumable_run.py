@@ -30,6 +30,7 @@ from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher import tracebacks
 from lockstep.launcher.rank_process import describe_error, take_failure_at_exit
 from lockstep.record.reader import read_run
+from lockstep.training.resume import unset_variables
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 DEADLINE = 60.0
@@ -684,6 +685,19 @@ def test_a_variable_that_a_finished_epoch_does_not_set_is_explained(tmp_path):
     assert "write trainer.last_result.loss" in said
     assert "NameError: name 'unknown'" in typo.stderr
     assert "resumed, and" not in typo.stderr
+
+
+def test_a_variable_that_is_not_set_is_found_without_the_message(monkeypatch):
+    def train(batches):
+        for loss in batches:
+            print(loss)
+        return loss
+
+    monkeypatch.setattr(unset_variables, "_first", [0])
+    with pytest.raises(UnboundLocalError) as raised:
+        train([])
+    raised.value.args = ("reworded",)
+    assert "has not set 'loss'" in unset_variables._explain(raised.value)
 
 
 def test_a_launcher_reports_the_notes_of_an_error(monkeypatch):

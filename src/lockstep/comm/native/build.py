@@ -25,6 +25,7 @@ from pathlib import Path
 
 from lockstep.comm.native.binding_folder import replace_folder, temporary_folder, write_abi
 from lockstep.comm.native.extension_abi import CSRC, FLAGS, ExtensionABI, list_sources
+from lockstep.foreign_messages import COMPILER_ERRORS
 
 __all__ = ["CompilationError", "build_binding", "find_compiler", "find_requirements"]
 
@@ -99,7 +100,7 @@ def compile_extension(folder: Path, log: Path, show_progress: Callable[[int, int
         **os.environ,
         "CXX": shlex.join(compiler),
         "PATH": _search_path(),  # of ninja, also if the virtual environment is not activated
-        "LC_ALL": "C",  # `_find_error` looks for "error"
+        "LC_ALL": "C",  # for `COMPILER_ERRORS`
         "TORCH_DONT_CHECK_COMPILER_ABI": "1",  # it warns of every compiler not named g++
     }
     options = {
@@ -212,7 +213,7 @@ def _find_error(output: str, status: int) -> str:
     """Return the line of the compiler's or torch's output that says what failed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for line in lines:
-        if re.search(r"\berror: |cannot find", line):
+        if any(words in line for words in COMPILER_ERRORS):
             return line
     if status == -signal.SIGTERM:
         return f"terminated, or not done after {TIMEOUT:g} s"

@@ -10,8 +10,6 @@ The note is added where an uncaught error is shown.
 from __future__ import annotations
 
 import dis
-import re
-import traceback
 
 from lockstep.launcher.tracebacks import explanations
 
@@ -29,19 +27,19 @@ def explain_unset_variables(epoch: int) -> None:
 
 def _explain(error: BaseException) -> str:
     """Return the note; "" for other errors, and for names that the failing function never sets."""
-    name = re.search(r"'(\w+)'", str(error)) if isinstance(error, NameError) else None
-    if name is None:
+    trace = error.__traceback__
+    if not isinstance(error, NameError) or trace is None:
         return ""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    stored = {
-        step.argval
-        for step in dis.get_instructions(frame.f_code)
-        if step.opname.startswith("STORE_")
-    }
-    if name[1] not in stored:
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    steps = list(dis.get_instructions(trace.tb_frame.f_code))
+    # The instruction that failed has the name; an UnboundLocalError has it only in its message.
+    name = next((step.argval for step in steps if step.offset == trace.tb_lasti), None)
+    stored = {step.argval for step in steps if step.opname.startswith("STORE_")}
+    if not isinstance(name, str) or name not in stored:
         return ""
     return (
         f"the run was resumed, and epoch {_first[0]} was finished before: its loop over "
-        f"batches(...) yields nothing, so its body has not set {name[1]!r}. After the "
+        f"batches(...) yields nothing, so its body has not set {name!r}. After the "
         "loop, write trainer.last_result.loss, which has the loss of that epoch's last step"
     )
