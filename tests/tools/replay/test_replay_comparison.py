@@ -125,7 +125,7 @@ REASON = {"step": 7, "code": "GradientError", "reason": "no gradient"}
     ],
 )
 def test_the_failure_of_a_step_is_compared_by_fields_and_not_by_words(stop, changes):
-    recorded = find_recorded(make_run(end=stop | {"message": "rank 3: stopped"}), {}, 7)
+    recorded = find_recorded(make_run(end=stop), {}, 7)
     for change in changes:
         replay = Replay([], 0, 1.0, "halted", stop=stop | change | {"message": "rank 0 halts"})
         assert compare(REQUEST, recorded, replay).equal is not bool(change)
@@ -137,6 +137,8 @@ def test_a_step_in_which_a_run_stopped_is_not_equal_to_one_that_is_finished():
     assert (recorded.step, recorded.microbatch) == (None, 3)
     assert find_recorded(run, {}, 8) == Recorded(None)
     assert not compare(REQUEST, recorded, Replay([REPLAYED], 0, 1.0)).equal
+    elsewhere = find_recorded(make_run(end={"step": 7, "code": "StoppedError"}), {}, 7)
+    assert compare(REQUEST, elsewhere, Replay([], 0, 1.0, stop=REASON)).equal
 
     for microbatch, loss, is_equal in ((3, math.nan, True), (3, 0.5, False)):
         found = compare_alone(recorded, microbatch, loss)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.kernel.errors import StoppedError
 from lockstep.record.fingerprints import RecordedStep
 from lockstep.record.reader import Run
 from lockstep.tools.replay.record_difference import replay_differences
@@ -110,9 +111,13 @@ def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> R
 
 def _describe(end: Mapping[str, Any]) -> str:
     """Return why a run stopped in a step, which depends neither on the layout nor on words."""
+    step = f"step {end['step']}"
     if "value" in end:
-        return "step {step}, micro-batch {microbatch}: the loss is {value}".format(**end)
-    return "step {step}: {code}: {reason}".format(**{"reason": "", **end}).removesuffix(": ")
+        return f"{step}, micro-batch {end['microbatch']}: the loss is {end['value']}"
+    code = end.get("code")
+    if code == StoppedError.__name__:
+        return step  # for an error of another rank, which the record does not have
+    return f"{step}: {code}: {end.get('reason', '')}".removesuffix(": ")
 
 
 def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> ReplayComparison:
