@@ -101,9 +101,8 @@ LONG = (
     "tests/training/test_guarantee",
     "tests/training/test_random",
     "tests/training/resume/test_resum",
-    "tests/training/test_rounds",
-    "tests/training/test_shard",
-    "tests/training/test_shared",
+    "tests/training/storage/test_shard",
+    "tests/training/storage/test_shared",
     "tests/training/test_trainer",
     "pytest-lockstep/",
 )

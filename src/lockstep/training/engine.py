@@ -47,7 +47,7 @@ from lockstep.record.progress import Progress
 from lockstep.training.evaluation_operation import EvaluationOperation
 from lockstep.training.history import Callback, History
 from lockstep.training.model_setup import ModelSetup
-from lockstep.training.one_pass import OnePass, OnePassNotes
+from lockstep.training.one_pass.one_pass import OnePass, OnePassNotes
 from lockstep.training.optimization import OptimizerHookCheck
 from lockstep.training.resume.compatibility import describe_run
 from lockstep.training.resume.epoch import Epoch
@@ -62,8 +62,6 @@ from lockstep.training.session import (
     Session,
     current_session,
 )
-from lockstep.training.sharded_step import choose_squares
-from lockstep.training.shared_state_check import SharedStateCheck
 from lockstep.training.state import TrainingState, begin_position
 from lockstep.training.step_environment import (
     CollectiveCallCheck,
@@ -73,7 +71,9 @@ from lockstep.training.step_environment import (
 )
 from lockstep.training.step_operation import StepOperation
 from lockstep.training.step_usage import StepUsage
-from lockstep.training.update_check import UpdateCheck
+from lockstep.training.storage.sharded_step import choose_squares
+from lockstep.training.storage.shared_state_check import SharedStateCheck
+from lockstep.training.storage.update_check import UpdateCheck
 from lockstep.training.weights_file import save_from_rank0
 from lockstep.training.whole_model import WholeModelExecutor
 

@@ -60,12 +60,12 @@ from lockstep.training.given_weights import GivenWeights
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.model_setup import ModelSetup
+from lockstep.training.one_pass.script_passes import make_script_passes
 from lockstep.training.optimization import Optimization
 from lockstep.training.optimizer_config import OptimizerConfig, reject_broken_fused
 from lockstep.training.parallel_setup import find_replica_hosts
 from lockstep.training.run_record import LoggerLike
 from lockstep.training.script_executor import ScriptExecutor, has_open_step
-from lockstep.training.script_passes import make_script_passes
 from lockstep.training.script_steps import ScriptSteps, ScriptUpdate
 from lockstep.training.session import current_session
 from lockstep.training.unsupported_modules import reject_unsupported_modules

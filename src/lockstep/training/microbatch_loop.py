@@ -34,8 +34,8 @@ from lockstep.model.loss_root import LossRoot, read_gradients, record_loss, run_
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import ComputeAgain
-from lockstep.training.grouped_passes import GroupedPasses, PassResults
 from lockstep.training.kept_work import KeptWork, LeavesShare, RestOfStep, agree_on_rest
+from lockstep.training.one_pass.grouped_passes import GroupedPasses, PassResults
 
 __all__ = ["CollectedGradients", "MicrobatchLoop"]
 

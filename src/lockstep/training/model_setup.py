@@ -57,16 +57,16 @@ from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.training.hyperparameter_check import HyperparameterCheck
-from lockstep.training.one_pass import make_one_pass
+from lockstep.training.one_pass.one_pass import make_one_pass
 from lockstep.training.optimization import Optimization, copy_on_meta, make_average
 from lockstep.training.optimizer_config import OptimizerConfig
-from lockstep.training.sharded_storage import (
+from lockstep.training.storage.sharded_storage import (
     make_mesh,
     require_shardable_model,
     shard_copy,
     shard_model,
 )
-from lockstep.training.shared_storage import share_parameters
+from lockstep.training.storage.shared_storage import share_parameters
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 from lockstep.training.whole_model import WholeModelExecutor
 

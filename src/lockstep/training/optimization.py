@@ -32,8 +32,8 @@ from lockstep.training.optimizer_checks import (
     require_parameterwise,
 )
 from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
-from lockstep.training.sharded_step import CUT_ADVICE, explain_cut, require_shardable
-from lockstep.training.shared_optimizer import SharedOptimizer
+from lockstep.training.storage.sharded_step import CUT_ADVICE, explain_cut, require_shardable
+from lockstep.training.storage.shared_optimizer import SharedOptimizer
 
 __all__ = ["Optimization", "OptimizerHookCheck", "copy_on_meta", "make_average"]
 

@@ -4,7 +4,7 @@
         losses = loss_function(model(inputs), targets)          one loss per sample
         batch.backward(losses)
 
-`lockstep.training.script_passes` computes the groups; without it, each is one micro-batch.
+`lockstep.training.one_pass.script_passes` computes the groups; without it, each is one micro-batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LossError, UsageError
 from lockstep.kernel.step_context import ComputedMicrobatch, StepContext
 from lockstep.model.loss_root import run_backward
-from lockstep.training.grouped_passes import PassResults
 from lockstep.training.microbatch_loop import MicrobatchLoop
+from lockstep.training.one_pass.grouped_passes import PassResults, average
 
-__all__ = ["GroupedSamples", "SampleLoop", "SamplePass", "average"]
+__all__ = ["GroupedSamples", "SampleLoop", "SamplePass"]
 
 
 class SamplePass(Protocol):
@@ -227,9 +227,3 @@ class SampleLoop:
                 "with together=True, pass one value per sample"
             )
         self._logged[name] = values  # whose mean no pass must see
-
-
-def average(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean over some samples, with the same bits at any address."""
-    copy = values.detach().clone()
-    return (copy if copy.is_floating_point() else copy.float()).mean()

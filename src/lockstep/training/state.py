@@ -25,7 +25,7 @@ from lockstep.sharded_tensors import gather_tensors, is_sharded, local_rows, rea
 from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
 from lockstep.training.resume.module_settings import ModuleSettings
-from lockstep.training.sharded_storage import shard_optimizer_state, shard_state
+from lockstep.training.storage.sharded_storage import shard_optimizer_state, shard_state
 
 __all__ = ["TrainerExecutor", "TrainingPosition", "TrainingState", "begin_position"]
 

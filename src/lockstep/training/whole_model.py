@@ -25,9 +25,9 @@ from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import Hashing, ShardedModel, WatchedCalls, watch_calls
-from lockstep.training.grouped_passes import GroupedPasses
 from lockstep.training.kept_work import KeptWork
 from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
+from lockstep.training.one_pass.grouped_passes import GroupedPasses
 
 __all__ = ["WholeModelExecutor"]
 

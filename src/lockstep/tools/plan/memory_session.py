@@ -31,7 +31,7 @@ from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
 from lockstep.training.optimizer_checks import require_elementwise
 from lockstep.training.session import ObservedTrainer, SessionComplete
-from lockstep.training.sharded_step import require_shardable
+from lockstep.training.storage.sharded_step import require_shardable
 
 __all__ = ["MemorySession", "count_parameter_bytes", "measuring_outputs", "read_process"]
 

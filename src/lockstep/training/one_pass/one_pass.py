@@ -7,13 +7,13 @@
                         along the tree
 
 In portable mode the results for a sample do not depend on the samples beside it, so only what adds
-up samples is computed for each micro-batch (`lockstep.training.pass_plan`). The micro-batches
-of a pass are those of a node of the tree. Which these are decides how fast a step is, and is never
-compared between ranks.
+up samples is computed for each micro-batch (`pass_plan.py`). The micro-batches of a pass are those
+of a node of the tree. Which these are decides how fast a step is, and is never compared between
+ranks.
 
 A model may couple samples. So a pass is tried first, beside the separate ones whose results count,
-and all bits are compared (`lockstep.training.pass_trial`); this is repeated in the steps that are
-audited by default. After a difference the micro-batches are computed one by one.
+and all bits are compared (`pass_trial.py`); this is repeated in the steps that are audited by
+default. After a difference the micro-batches are computed one by one.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from lockstep.model.forward import Metric, call_model, compute_loss, split_targe
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.portable.arithmetic import has_portable_bits
-from lockstep.training.grouped_passes import PassResults
-from lockstep.training.pass_attempt import (
+from lockstep.training.one_pass.grouped_passes import PassResults
+from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
     cut_rows,
     describe_shapes,
     join_gradients,
     run_from_roots,
 )
-from lockstep.training.pass_plan import CannotJoin
-from lockstep.training.pass_trial import (
+from lockstep.training.one_pass.pass_plan import CannotJoin
+from lockstep.training.one_pass.pass_trial import (
     CHANGED,
     KnownPasses,
     PassKind,

@@ -24,7 +24,7 @@ from lockstep.kernel.norm import is_dense
 from lockstep.launcher.malloc import release_freed_memory
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.optimizer_checks import require_elementwise
-from lockstep.training.shared_optimizer import SharedOptimizer
+from lockstep.training.storage.shared_optimizer import SharedOptimizer
 
 __all__ = ["share_parameters"]
 

@@ -25,8 +25,8 @@ from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers, have_same_bits
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.tree import TreeAccumulator, add_present
-from lockstep.training.grouped_passes import PassResults
-from lockstep.training.pass_attempt import (
+from lockstep.training.one_pass.grouped_passes import PassResults
+from lockstep.training.one_pass.pass_attempt import (
     Pass,
     PassAttempt,
     list_names,
@@ -34,7 +34,7 @@ from lockstep.training.pass_attempt import (
     make_recorded,
     take_calls,
 )
-from lockstep.training.pass_plan import CannotJoin, PassPlan, count_bytes, plan_passes
+from lockstep.training.one_pass.pass_plan import CannotJoin, PassPlan, count_bytes, plan_passes
 
 __all__ = ["CHANGED", "JoinedPass", "KnownPasses", "PassKind", "Trial", "discard_results"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.held_parameters import HeldParameters
-from lockstep.training.shared_optimizer import SharedOptimizer
+from lockstep.training.storage.shared_optimizer import SharedOptimizer
 
 __all__ = ["SharedStateCheck"]
 

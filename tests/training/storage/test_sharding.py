@@ -22,7 +22,7 @@ from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data_parallel.sharded_norm import find_spans
 from lockstep.kernel.errors import LayoutError, LockstepError, RankError, UsageError
 from lockstep.training.resume import run_checkpoints
-from lockstep.training.sharded_step import require_shardable
+from lockstep.training.storage.sharded_step import require_shardable
 
 SAMPLES, BATCH = 40, 16  # batches of 16, 16 and 8 samples
 ADAMW = partial(torch.optim.AdamW, lr=0.01)

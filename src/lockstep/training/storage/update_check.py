@@ -37,7 +37,7 @@ from lockstep.messages import log
 from lockstep.processor_core import find_core, on_another_core, on_core
 from lockstep.sharded_tensors import local_part
 from lockstep.training.optimizer_checks import is_torchs, make_twin, without_hooks
-from lockstep.training.sharded_step import rounds_alike
+from lockstep.training.storage.sharded_step import rounds_alike
 
 __all__ = ["LARGEST", "UpdateCheck"]
 

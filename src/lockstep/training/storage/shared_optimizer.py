@@ -37,7 +37,7 @@ from lockstep.data_parallel.shared_pieces import SharedPiece, SharedPieces
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.norm import in_memory_order
 from lockstep.training.optimizer_checks import make_twin, without_hooks
-from lockstep.training.shared_parameters import SharedParameters, allocate
+from lockstep.training.storage.shared_parameters import SharedParameters, allocate
 
 __all__ = ["SharedOptimizer"]
 

@@ -16,8 +16,8 @@ from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.step_context import StepContext
 from lockstep.model.loss_root import run_backward
-from lockstep.training.grouped_passes import PassResults
-from lockstep.training.pass_plan import CannotJoin, NotedCall
+from lockstep.training.one_pass.grouped_passes import PassResults
+from lockstep.training.one_pass.pass_plan import CannotJoin, NotedCall
 
 __all__ = [
     "Pass",

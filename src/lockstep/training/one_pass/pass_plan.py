@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from lockstep.training.pass_operators import (
+from lockstep.training.one_pass.pass_operators import (
     CONVOLUTIONS,
     DRAWS,
     FACTORIES,

@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.kernel.errors import LockstepError
-from lockstep.training.update_check import LARGEST, WINDOW, _choose_windows
+from lockstep.training.storage.update_check import LARGEST, WINDOW, _choose_windows
 from records import FindingLogger
 
 LAYOUTS = [("shared", 2), ("sharded", 2), ("sharded", 1)]

@@ -17,8 +17,9 @@ from torch.nn.utils import parametrizations
 
 import lockstep as ls
 import pytest_lockstep
-from lockstep.training import model_setup, one_pass, pass_plan, pass_trial
-from lockstep.training.one_pass import OnePass
+from lockstep.training import model_setup
+from lockstep.training.one_pass import one_pass, pass_plan, pass_trial
+from lockstep.training.one_pass.one_pass import OnePass
 
 STEPS = 4  # of which the steps 0, 1 and 2 compare, and the last one is computed in one pass
 SAMPLES, FEATURES, CLASSES = 16, 64, 16

@@ -1,0 +1,1 @@
+"""Several micro-batches of a rank in one pass, with the bits of a pass for each."""
