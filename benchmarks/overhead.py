@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
-from lockstep.training.exact_batch import ExactBatch
+from lockstep.training.script_loop.exact_batch import ExactBatch
 
 WIDTH, CLASSES, SAMPLES = 64, 10, 256
 SGD = partial(torch.optim.SGD, lr=0.01)

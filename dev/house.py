@@ -52,7 +52,7 @@ SLACK = 1.02
 STEP = ("kernel.step", "training.whole_model", "training.microbatch_loop")
 """The modules that compute a step."""
 
-EXACT = ("training.exact",)
+EXACT = ("training.script_loop.exact",)
 """The module of `ls.exact`."""
 
 TRAINER = ("training.trainer",)

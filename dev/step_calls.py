@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.training.exact_batch import ExactBatch
+from lockstep.training.script_loop.exact_batch import ExactBatch
 
 __all__ = ["count_calls", "main", "make_loop", "make_step"]
 

@@ -21,7 +21,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 import lockstep as ls
-from lockstep.training.exact import Exact
+from lockstep.training.script_loop.exact import Exact
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src/lockstep"

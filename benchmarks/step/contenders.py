@@ -30,7 +30,7 @@ from torch import nn
 import lockstep
 from benchmarks.step.networks import NETWORKS, OPTIMIZERS, Batch, Network, blocks, count
 from lockstep.data.assignment import ReplicaShare, on_one_host
-from lockstep.training.exact_batch import ExactBatch
+from lockstep.training.script_loop.exact_batch import ExactBatch
 
 __all__ = ["CONTENDERS", "Case", "Contender", "Fixed", "Training", "loss", "part"]
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lockstep.pipeline.partitioner import PipelineConfig as PipelineConfig
     from lockstep.record import loggers as loggers
     from lockstep.tools.remote.driver import Driver as Driver
-    from lockstep.training.exact_setup import exact as exact
     from lockstep.training.optimizer_config import OptimizerConfig as OptimizerConfig
+    from lockstep.training.script_loop.exact_setup import exact as exact
     from lockstep.training.trainer import Trainer as Trainer
     from lockstep.training.weights_file import load_weights as load_weights
 
@@ -44,7 +44,7 @@ PUBLIC = {
     "world_size": "launcher.world",
     "shutdown": "launcher.world",
     "partition": "data.dataset_partition",
-    "exact": "training.exact_setup",
+    "exact": "training.script_loop.exact_setup",
     "Trainer": "training.trainer",
     "OptimizerConfig": "training.optimizer_config",
     "PipelineConfig": "pipeline.partitioner",

@@ -35,8 +35,8 @@ from lockstep.integrations.microbatch_loader import MicrobatchLoader, exchange_v
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.model.generator_states import set_global_states
-from lockstep.training.exact import Exact
-from lockstep.training.exact_setup import exact
+from lockstep.training.script_loop.exact import Exact
+from lockstep.training.script_loop.exact_setup import exact
 
 __all__ = ["ExactAccelerator"]
 

@@ -35,8 +35,8 @@ from lockstep.integrations.logged_values import LoggedValues, refusing_inexact_s
 from lockstep.integrations.manual_steps import ManualSteps
 from lockstep.integrations.microbatch_loader import Microbatches, MicrobatchLoader, leaving
 from lockstep.kernel.errors import UsageError
-from lockstep.training.exact import Exact
-from lockstep.training.exact_setup import exact
+from lockstep.training.script_loop.exact import Exact
+from lockstep.training.script_loop.exact_setup import exact
 
 __all__ = ["ExactStrategy"]
 

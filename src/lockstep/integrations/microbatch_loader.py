@@ -48,7 +48,7 @@ from lockstep.data.microbatch_sampler import (
 from lockstep.foreign_messages import REFUSED_CLASS
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.seeds import key
-from lockstep.training.exact import Exact
+from lockstep.training.script_loop.exact import Exact
 
 __all__ = [
     "MicrobatchLoader",

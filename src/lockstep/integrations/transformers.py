@@ -44,8 +44,8 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.exact_sum import compute_partial_sums, round_sum
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.generator_states import set_global_states
-from lockstep.training.exact import Exact
-from lockstep.training.exact_setup import exact
+from lockstep.training.script_loop.exact import Exact
+from lockstep.training.script_loop.exact_setup import exact
 
 __all__ = ["ExactTrainer"]
 

@@ -30,7 +30,6 @@ from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.engine import Engine, EngineOptions
 from lockstep.training.history import Callback, History
-from lockstep.training.manual_step import ManualStep
 from lockstep.training.model_setup import set_up_model
 from lockstep.training.optimizer_config import (
     OptimizerConfig,
@@ -40,6 +39,7 @@ from lockstep.training.optimizer_config import (
 )
 from lockstep.training.parallel_setup import make_parallel_context
 from lockstep.training.run_record import LoggerLike
+from lockstep.training.script_loop.manual_step import ManualStep
 from lockstep.training.services import Services
 from lockstep.training.session import current_session
 from lockstep.training.trainer_arguments import Storage, check_arguments, compare_arguments

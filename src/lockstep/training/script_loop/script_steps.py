@@ -31,8 +31,8 @@ from lockstep.kernel.parts import SharedUpdate
 from lockstep.kernel.step import PreparedStep
 from lockstep.model.held_parameters import explain_stranger, is_trained
 from lockstep.sharded_tensors import local_part
-from lockstep.training.given_weights import GivenWeights
 from lockstep.training.microbatch_loop import MicrobatchLoop
+from lockstep.training.script_loop.given_weights import GivenWeights
 from lockstep.training.step_operation import OpenStep, StepOperation
 
 __all__ = ["ScriptSteps", "ScriptUpdate"]

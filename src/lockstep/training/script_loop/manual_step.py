@@ -13,9 +13,13 @@ import torch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.loss_root import warn_of_denominator
-from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
-from lockstep.training.whole_batch import add_counts, backward_whole_batch, gather_whole_batch
+from lockstep.training.script_loop.loop_watch import watch_loop
+from lockstep.training.script_loop.whole_batch import (
+    add_counts,
+    backward_whole_batch,
+    gather_whole_batch,
+)
 
 __all__ = ["ManualStep"]
 

@@ -36,9 +36,9 @@ from lockstep.model.generator_states import state_of_all
 from lockstep.model.loss_root import warn_of_denominator
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import Arguments
-from lockstep.training.loop_watch import LoopWatch
 from lockstep.training.microbatch_loop import MicrobatchLoop
-from lockstep.training.script_steps import ScriptSteps
+from lockstep.training.script_loop.loop_watch import LoopWatch
+from lockstep.training.script_loop.script_steps import ScriptSteps
 
 __all__ = ["FlatLoop"]
 

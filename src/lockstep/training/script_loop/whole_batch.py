@@ -17,8 +17,8 @@ import torch
 from lockstep.data.microbatch import Microbatch, clone_tensors
 from lockstep.kernel.errors import LossError, UsageError
 from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.training.batch_rows import add_exactly, find_microbatch_rows, gather_rows
 from lockstep.training.microbatch_loop import MicrobatchLoop
+from lockstep.training.script_loop.batch_rows import add_exactly, find_microbatch_rows, gather_rows
 
 __all__ = ["add_counts", "backward_whole_batch", "gather_whole_batch"]
 

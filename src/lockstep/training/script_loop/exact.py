@@ -10,7 +10,7 @@
         if exact.is_complete: optimizer.step()
 
 Both loops take their steps as the trainer does (`lockstep.training.step_operation`), with the same
-checks, record, checkpoints and audit. `lockstep.training.exact_setup` makes the handle.
+checks, record, checkpoints and audit. `lockstep.training.script_loop.exact_setup` makes the handle.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from lockstep.model.evaluation import Evaluation, Scoring
 from lockstep.model.forward import Metric
 from lockstep.model.predictions import Predictions
 from lockstep.model.target_weights import infer_weight_function
-from lockstep.training.exact_batch import ExactBatch, ExactBatches
-from lockstep.training.flat_loop import FlatLoop
-from lockstep.training.script_steps import ScriptSteps
+from lockstep.training.script_loop.exact_batch import ExactBatch, ExactBatches
+from lockstep.training.script_loop.flat_loop import FlatLoop
+from lockstep.training.script_loop.script_steps import ScriptSteps
 from lockstep.training.services import EngineParts, Services
 
 __all__ = ["Exact"]

@@ -53,10 +53,7 @@ from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.sharded_tensors import is_sharded
-from lockstep.training.draws_check import DrawsCheck
 from lockstep.training.engine import Engine, EngineOptions
-from lockstep.training.exact import Exact
-from lockstep.training.given_weights import GivenWeights
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.model_setup import ModelSetup
@@ -65,8 +62,11 @@ from lockstep.training.optimization import Optimization
 from lockstep.training.optimizer_config import OptimizerConfig, reject_broken_fused
 from lockstep.training.parallel_setup import find_replica_hosts
 from lockstep.training.run_record import LoggerLike
-from lockstep.training.script_executor import ScriptExecutor, has_open_step
-from lockstep.training.script_steps import ScriptSteps, ScriptUpdate
+from lockstep.training.script_loop.draws_check import DrawsCheck
+from lockstep.training.script_loop.exact import Exact
+from lockstep.training.script_loop.given_weights import GivenWeights
+from lockstep.training.script_loop.script_executor import ScriptExecutor, has_open_step
+from lockstep.training.script_loop.script_steps import ScriptSteps, ScriptUpdate
 from lockstep.training.session import current_session
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 

@@ -19,7 +19,7 @@ import lockstep as ls
 from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.record.reader import read_run
-from lockstep.training import exact_setup
+from lockstep.training.script_loop import exact_setup
 
 SEED, MICROBATCHES, BATCH = 5, 4, 16
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -23,7 +23,7 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.messages import log
 from lockstep.model.generator_states import state_of_all
-from lockstep.training.loop_watch import STEPS
+from lockstep.training.script_loop.loop_watch import STEPS
 
 __all__ = ["DrawsCheck"]
 

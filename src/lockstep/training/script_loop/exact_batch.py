@@ -19,10 +19,10 @@ from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.model.loss_root import warn_of_denominator
-from lockstep.training.loop_watch import watch_loop
 from lockstep.training.microbatch_loop import MicrobatchLoop
-from lockstep.training.sample_loop import SampleLoop
-from lockstep.training.script_steps import ScriptSteps
+from lockstep.training.script_loop.loop_watch import watch_loop
+from lockstep.training.script_loop.sample_loop import SampleLoop
+from lockstep.training.script_loop.script_steps import ScriptSteps
 
 __all__ = ["ExactBatch", "ExactBatches"]
 
