@@ -37,7 +37,7 @@ from examples.images import (
 )
 from lockstep.checksum import checksum
 from lockstep.data.loader import Batches
-from lockstep.launcher.malloc import keep_freed_memory
+from lockstep.malloc import keep_freed_memory
 from lockstep.record.run_environment import describe_environment
 
 SIZES = (64, 224)  # pixels

@@ -251,7 +251,7 @@ def main() -> None:
         return
     import torch
 
-    from lockstep.record.run_environment import processor_name
+    from lockstep.processor_core import processor_name
 
     capability = torch.backends.cpu.get_cpu_capability()
     page = PAGE.format(

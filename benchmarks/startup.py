@@ -25,7 +25,7 @@ import click
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.launch import launch
-from lockstep.record.run_environment import count_usable_cores, processor_name
+from lockstep.processor_core import count_usable_cores, processor_name
 from lockstep.tools.commands.bench import RANKS_HELP
 from lockstep.tools.commands.options import parse_rank_counts
 

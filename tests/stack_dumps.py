@@ -1,6 +1,7 @@
 """What Python's fault handler writes about a rank, for the tests that read it."""
 
 from lockstep.launcher import stacks
+from lockstep.user_code import NOT_USER_CODE
 
 DUMP = """\
 Current thread 0x00007f (most recent call first):
@@ -9,4 +10,4 @@ Current thread 0x00007f (most recent call first):
   File "/home/me/train.py", line 31 in step
   File "/home/me/train.py", line 60 in <module>
   File "{launcher}/rank_process.py", line 9 in run_code
-""".format(torch=f"{stacks.NOT_USER_CODE[0]}/site-packages", launcher=stacks.LAUNCHER)
+""".format(torch=f"{NOT_USER_CODE[0]}/site-packages", launcher=stacks.LAUNCHER)

@@ -37,8 +37,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep import user_code
 from lockstep.comm import backend, native_module
-from lockstep.launcher import fork_server, fork_server_main, stacks
+from lockstep.launcher import fork_server, fork_server_main
 from lockstep.launcher.channel import Channel, open_channel, open_pair, read_memfd, write_memfd
 from lockstep.launcher.huge_pages import collapse_memory
 
@@ -65,7 +66,7 @@ PRELOADED = (
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # of prctl
 
 # The frames of this file are below those of every rank, and no user's.
-stacks.NOT_USER_CODE = (*stacks.NOT_USER_CODE, __file__)
+user_code.NOT_USER_CODE = (*user_code.NOT_USER_CODE, __file__)
 
 READ_LATER = ("OMP_NUM_THREADS",)
 SPAWN_FORK_SERVER = fork_server.spawn_fork_server

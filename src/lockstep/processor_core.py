@@ -1,10 +1,11 @@
-"""The processor cores of a computation."""
+"""The processor of this machine, and the cores of a computation."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,11 +18,23 @@ __all__ = [
     "on_another_core",
     "on_core",
     "one_thread",
+    "processor_name",
     "read_core_quota",
 ]
 
 CGROUP = Path("/sys/fs/cgroup")
 """The folder with the limits of this process's container."""
+
+
+def processor_name() -> str:
+    """Return the model name of the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model", "cpu model"):
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def count_usable_cores() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from types import FrameType
 
-from lockstep.launcher.stacks import is_user_code
+from lockstep.user_code import is_user_code
 
 __all__ = ["describe_repetition"]
 

@@ -39,7 +39,7 @@ from lockstep.data_parallel.tree_reduce_scatter import CallOrder, TreeReduceScat
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.tree import TreeAccumulator
-from lockstep.launcher.malloc import return_large_blocks
+from lockstep.malloc import return_large_blocks
 from lockstep.model.gradient_hashes import NO_HASHES
 from lockstep.model.watched_calls import ComputeAgain
 from lockstep.sharded_tensors import is_sharded, local_part

@@ -28,13 +28,12 @@ from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.stacks import (
     describe_location,
     is_receiving,
-    is_user_code,
     is_waiting,
     may_wait,
     parse_frames,
-    shorten_path,
 )
 from lockstep.messages import log
+from lockstep.user_code import is_user_code, shorten_path
 
 __all__ = [
     "Hang",

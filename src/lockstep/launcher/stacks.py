@@ -13,21 +13,19 @@ import linecache
 import os
 import re
 import signal
-import sysconfig
 import time
 from collections.abc import Callable, Mapping
 
+from lockstep.user_code import INSTALLED, is_user_code, shorten_path
+
 __all__ = [
-    "NOT_USER_CODE",
     "STACK_SIGNAL",
     "describe_location",
     "is_receiving",
-    "is_user_code",
     "is_waiting",
     "may_wait",
     "parse_frames",
     "read_stacks",
-    "shorten_path",
 ]
 
 # A real-time signal, which programs and schedulers do not use.
@@ -41,9 +39,6 @@ MAX_STACK = 1 << 16  # bytes that are read of a stack
 
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 LAUNCHER = os.path.dirname(os.path.abspath(__file__))
-PACKAGE = os.path.dirname(LAUNCHER)
-NOT_USER_CODE = (sysconfig.get_path("stdlib"), "<frozen", "<string>", PACKAGE)
-INSTALLED = ("/site-packages/", "/dist-packages/")  # of any environment
 # Files in which a rank waits for others: in a collective or in the rendezvous check.
 WAITING = ("torch/distributed/", os.path.join(LAUNCHER, "rendezvous_check"))
 # Places where a rank either waits for others or computes: DistributedDataParallel waits in
@@ -74,11 +69,6 @@ def read_stacks(files: Mapping[int, int], is_starved: Callable[[int], bool]) -> 
     return {
         rank: os.pread(file, MAX_STACK, 0).decode(errors="replace") for rank, file in files.items()
     }
-
-
-def is_user_code(file: str) -> bool:
-    """Return whether a file is the user's: not Python's, not an installed package's, not ours."""
-    return not file.startswith(NOT_USER_CODE) and not any(part in file for part in INSTALLED)
 
 
 def describe_location(dump: str) -> str:
@@ -129,10 +119,3 @@ def parse_frames(dump: str) -> list[tuple[str, str, str]]:
             break
         frames.pop()
     return frames
-
-
-def shorten_path(file: str) -> str:
-    """Return a path without the folder in which packages are installed."""
-    for part in INSTALLED:
-        file = file.rpartition(part)[2]
-    return file

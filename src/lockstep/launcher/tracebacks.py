@@ -21,7 +21,7 @@ from typing import Any
 
 from lockstep.comm.native_module import ArgumentError
 from lockstep.kernel.errors import LockstepError
-from lockstep.launcher.stacks import PACKAGE, is_user_code
+from lockstep.user_code import PACKAGE, is_user_code
 
 __all__ = [
     "find_ipython_shell",

@@ -38,10 +38,10 @@ from lockstep.launcher.device_choice import (
     select_device,
 )
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
-from lockstep.launcher.malloc import keep_freed_memory
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.launcher.rendezvous import choose_interface, find_place, leave_store, wait_for_ranks
 from lockstep.launcher.signals import print_stack_on_signal
+from lockstep.malloc import keep_freed_memory
 from lockstep.messages import escape_control, log
 from lockstep.portable.kernels import choose_kernels, restore_kernels
 from lockstep.processor_core import divide_cores

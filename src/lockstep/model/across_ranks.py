@@ -28,7 +28,7 @@ from lockstep.kernel.errors import DisagreementError, UsageError
 from lockstep.model.deferred_init import materialize, named_tensors
 from lockstep.model.description import ARITHMETIC, find_difference
 from lockstep.portable.arithmetic_difference import advise, name_differences
-from lockstep.record.run_environment import processor_name
+from lockstep.processor_core import processor_name
 from lockstep.sharded_tensors import is_sharded
 
 __all__ = ["broadcast_weights", "find_missing", "verify_across_ranks"]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.checksum import checksum
-from lockstep.launcher.malloc import returning_large_blocks
+from lockstep.malloc import returning_large_blocks
 from lockstep.model.backward_hooks import may_read_gradients, noticing_callbacks
 
 __all__ = ["NO_HASHES", "LateCallbackError", "hash_gradients", "hashing_gradients"]

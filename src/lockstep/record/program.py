@@ -18,8 +18,8 @@ from typing import Any
 
 from lockstep.launcher.rank_process import get_launch_number, get_task
 from lockstep.launcher.run_folder import find_description, find_launch_folder
-from lockstep.launcher.stacks import INSTALLED
 from lockstep.launcher.tracebacks import find_ipython_shell
+from lockstep.user_code import INSTALLED
 
 __all__ = [
     "REPLAYABLE",

@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lockstep.portable.arithmetic_difference import name_differences
+from lockstep.processor_core import count_usable_cores, processor_name
 from lockstep.redaction import redact
 
 __all__ = [
     "describe_environment",
     "describe_other_arithmetic",
     "find_environment_differences",
-    "processor_name",
     "recorded_variables",
 ]
 
@@ -65,7 +64,6 @@ def describe_environment() -> dict[str, Any]:
     from lockstep.devices import device_names
     from lockstep.launcher.world import variables_set
     from lockstep.portable.arithmetic import has_portable_bits, measure_arithmetic
-    from lockstep.processor_core import count_usable_cores
     from lockstep.version import VERSION
 
     own = variables_set()
@@ -120,17 +118,6 @@ def describe_other_arithmetic(recorded: Mapping[str, Any], here: Mapping[str, An
         for environment in (here, recorded)
     ]
     return f"{kinds[0]} computes {name_differences(before, now)} with other bits than {kinds[1]}"
-
-
-def processor_name() -> str:
-    """Return the model name of the processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("model name", "Model", "cpu model"):
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:

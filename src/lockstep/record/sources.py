@@ -21,9 +21,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lockstep.files import create_file, make_folder
-from lockstep.launcher.stacks import is_user_code
 from lockstep.record.program import find_started_folder
 from lockstep.redaction import may_be_secret
+from lockstep.user_code import is_user_code
 
 __all__ = ["FOLDER", "SourceFolder", "find_named_variables", "find_sources", "locate_stored"]
 

@@ -17,7 +17,6 @@ import orjson
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
 from lockstep.launcher.run_folder import RECORD_FILE
-from lockstep.launcher.stacks import is_user_code
 from lockstep.model.evaluation import Evaluation
 from lockstep.record.logged_value import convert_value
 from lockstep.record.loggers import Logger
@@ -25,6 +24,7 @@ from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
 from lockstep.redaction import redact
 from lockstep.training.step_usage import RankUsage
+from lockstep.user_code import is_user_code
 
 __all__ = [
     "Callback",

@@ -29,7 +29,7 @@ from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.sharded_gradients import ShardedGradients
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.step_hooks import StepHook
-from lockstep.launcher.malloc import return_large_blocks
+from lockstep.malloc import return_large_blocks
 from lockstep.messages import log
 from lockstep.model.across_ranks import broadcast_weights, find_missing, verify_across_ranks
 from lockstep.model.blocks import find_block_names

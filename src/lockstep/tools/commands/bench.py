@@ -238,8 +238,7 @@ def require_memory(size: int, ranks: int, backends: int) -> None:
 
 def describe_machine() -> str:
     """Return the machine in one line."""
-    from lockstep.processor_core import count_usable_cores
-    from lockstep.record.run_environment import processor_name
+    from lockstep.processor_core import count_usable_cores, processor_name
 
     count = count_usable_cores()
     load = os.getloadavg()[0]

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_context import Position, StepContext
 from lockstep.kernel.step_hooks import StepResult
-from lockstep.launcher.malloc import release_freed_memory
 from lockstep.launcher.world import world
+from lockstep.malloc import release_freed_memory
 from lockstep.model.blocks import Blocks, find_block_names
 from lockstep.model.deferred_init import named_tensors
 from lockstep.pipeline.partitioner import PipelineConfig

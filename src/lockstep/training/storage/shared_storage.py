@@ -21,7 +21,7 @@ from lockstep.data_parallel.planned_buckets import BUCKET_BYTES
 from lockstep.data_parallel.shared_pieces import SharedPieces
 from lockstep.kernel.errors import LayoutError
 from lockstep.kernel.norm import is_dense
-from lockstep.launcher.malloc import release_freed_memory
+from lockstep.malloc import release_freed_memory
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.optimizer_checks import require_elementwise
 from lockstep.training.storage.shared_optimizer import SharedOptimizer

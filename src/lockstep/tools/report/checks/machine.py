@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from lockstep.formatting import format_bytes, format_quantity
-from lockstep.processor_core import CGROUP, count_usable_cores, read_core_quota
-from lockstep.record.run_environment import processor_name
+from lockstep.processor_core import CGROUP, count_usable_cores, processor_name, read_core_quota
 from lockstep.tools.report.checks import CheckResult, Requirements, bad, good, note
 
 __all__ = ["check_accelerators", "check_cores", "check_memory", "check_python", "check_torch"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.launcher.malloc import keep_freed_memory
+from lockstep.malloc import keep_freed_memory
 from lockstep.model.gradient_hashes import hashing_gradients
 
 BLOCK = 40 << 20  # above 32 MiB glibc by default maps new pages each time
