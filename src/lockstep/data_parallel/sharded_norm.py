@@ -21,14 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.activity import Waiting
-from lockstep.comm.collectives import all_reduce_messages
-from lockstep.kernel.exact_sum import (
-    PartialSums,
-    compute_partial_sums,
-    merge_partial_sums,
-    pack_sums,
-    unpack_sums,
-)
+from lockstep.kernel.exact_sum import add_over_ranks
 from lockstep.kernel.norm import (
     BLOCK,
     clip_gradients_,
@@ -36,6 +29,7 @@ from lockstep.kernel.norm import (
     compute_norm,
     compute_squares,
 )
+from lockstep.model.group_exchange import GroupMessages
 from lockstep.sharded_tensors import local_part
 
 __all__ = ["clip_grad_norm_", "compute_sharded_squares", "find_spans"]
@@ -118,20 +112,6 @@ def compute_sharded_squares(
     return [number * number for number in numbers] + compute_squares(short)
 
 
-def _sum_squares(
-    gradients: Sequence[torch.Tensor], group: dist.ProcessGroup, about: str
-) -> PartialSums:
-    """Return partial sums of the squares of all ranks."""
-    return all_reduce_messages(
-        compute_partial_sums(compute_sharded_squares(gradients, group)),
-        merge_partial_sums,
-        pack_sums,
-        unpack_sums,
-        about,
-        group,
-    )
-
-
 @torch.no_grad()
 def clip_grad_norm_(
     gradients: Sequence[torch.Tensor], max_norm: float, group: dist.ProcessGroup | None, about: str
@@ -149,7 +129,8 @@ def clip_grad_norm_(
         norm = compute_norm(compute_squares(parts))
     else:
         parts = [local_part(gradient) for gradient in gradients]
-        norm = compute_norm(_sum_squares(gradients, group, about))
+        squares = compute_sharded_squares(gradients, group)
+        norm = compute_norm(add_over_ranks(squares, GroupMessages(group), about))
     clip_gradients_(parts, norm, max_norm)
     return norm
 

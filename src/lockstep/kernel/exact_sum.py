@@ -14,13 +14,14 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 
+from lockstep.kernel.layout import Messages
+
 __all__ = [
     "PartialSums",
+    "add_over_ranks",
     "compute_partial_sums",
     "merge_partial_sums",
-    "pack_sums",
     "round_sum",
-    "unpack_sums",
 ]
 
 PartialSums = list[float]
@@ -44,14 +45,18 @@ def merge_partial_sums(left: Sequence[float], right: Sequence[float]) -> Partial
     return compute_partial_sums([*left, *right])
 
 
-def pack_sums(sums: Sequence[float]) -> bytes:
-    """Return the message of partial sums."""
-    return array("d", sums).tobytes()
-
-
-def unpack_sums(message: bytes) -> PartialSums:
-    """Return the partial sums of a message."""
-    return array("d", message).tolist()
+def add_over_ranks(
+    values: Iterable[float], messages: Messages, about: str, remark: str = ""
+) -> PartialSums:
+    """Return the partial sums of the values of all ranks; `about` and `remark` as in `Messages`."""
+    return messages.reduce(
+        compute_partial_sums(values),
+        merge_partial_sums,
+        lambda sums: array("d", sums).tobytes(),
+        lambda message: array("d", message).tolist(),
+        about,
+        remark,
+    )
 
 
 def round_sum(values: Iterable[float]) -> float:

@@ -32,12 +32,7 @@ from torch import nn
 
 from lockstep.kernel import norm as gradient_norm
 from lockstep.kernel.errors import GradientError
-from lockstep.kernel.exact_sum import (
-    compute_partial_sums,
-    merge_partial_sums,
-    pack_sums,
-    unpack_sums,
-)
+from lockstep.kernel.exact_sum import add_over_ranks
 from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.parts import Executor, Part, Update
 from lockstep.kernel.rank_status import RankStatus, StatusSummary, make_status, summarize
@@ -331,13 +326,8 @@ class OptimizerStep:
         elif sum([gradient.numel() for gradient in present]) < gradient_norm.SHARED_ELEMENTS:
             return gradient_norm.compute_norm(self.squares(present))
         squares = self.squares(counted, replica, replicas)
-        sums = self.parallel.messages.reduce(
-            compute_partial_sums(squares),
-            merge_partial_sums,
-            pack_sums,
-            unpack_sums,
-            f"at the norm of the gradient {step.label.about}",
-        )
+        about = f"at the norm of the gradient {step.label.about}"
+        sums = add_over_ranks(squares, self.parallel.messages, about)
         return gradient_norm.compute_norm(sums)
 
     # --- (6) merge, (7) update and (8) commit --------------------------------------------------

@@ -28,12 +28,12 @@ from lockstep.kernel.rank_status import MetricSum, NonFiniteLoss, StatusSummary
 from lockstep.kernel.step_context import StepLabel, StepWarning
 from lockstep.kernel.step_hooks import StepHook
 
-__all__ = ["GroupMessages", "exchange_statuses", "pack", "unpack"]
+__all__ = ["END", "GroupMessages", "exchange_statuses", "pack", "unpack"]
 
 Value = TypeVar("Value")
 
 END = b"\0"
-"""The end of a summary in a message; JSON does not contain it."""
+"""The end of the JSON in a message, which does not contain it."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 

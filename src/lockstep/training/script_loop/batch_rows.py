@@ -16,20 +16,12 @@ from typing import Any
 import torch
 
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.exact_sum import (
-    compute_partial_sums,
-    merge_partial_sums,
-    pack_sums,
-    round_sum,
-    unpack_sums,
-)
+from lockstep.kernel.exact_sum import add_over_ranks, round_sum
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.step_context import StepContext
+from lockstep.model.group_exchange import END
 
 __all__ = ["add_exactly", "find_microbatch_rows", "gather_rows"]
-
-END = b"\0"
-"""The end of the JSON in a message, which does not contain it."""
 
 
 def find_microbatch_rows(step: StepContext) -> list[range]:
@@ -41,15 +33,8 @@ def find_microbatch_rows(step: StepContext) -> list[range]:
 def add_exactly(step: StepContext, values: Sequence[float]) -> float:
     """Return the sum of the values of all micro-batches, of which this rank has some."""
     label = step.label
-    sums = step.parallel.messages.reduce(
-        compute_partial_sums(values),
-        merge_partial_sums,
-        pack_sums,
-        unpack_sums,
-        f"adding values of micro-batches {label.about}",
-        label.remark,
-    )
-    return round_sum(sums)
+    about = f"adding values of micro-batches {label.about}"
+    return round_sum(add_over_ranks(values, step.parallel.messages, about, label.remark))
 
 
 def gather_rows(
