@@ -45,5 +45,9 @@ def make_mistakes(model: nn.Module, batch: torch.Tensor) -> None:
         driver.run(count, "ten")  # type: ignore[arg-type]
         names: list[str] = driver.run(count, 10)  # type: ignore[arg-type]
         print(names)
+        workers = driver.trainer(lambda: model, None, SGD)
+        workers.train(lambda: [batch], 2, 1, shufle=False)  # type: ignore[call-arg]
+        workers.evaluate(lambda: [batch], 2, num_worker=2)  # type: ignore[call-arg]
+        workers.predict(lambda: [batch], 2, colate_fn=torch.stack)  # type: ignore[call-arg]
     values: list[str] = ls.launch(count, (1,), nprocs=2)  # type: ignore[arg-type]
     print(values)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import psutil
 import torch
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lockstep.data.assignment import ReplicaShare, on_one_host
+from lockstep.data.dataloader import EvaluationOptions
 from lockstep.data.microbatch import split_batch
 from lockstep.kernel.errors import UsageError
 from lockstep.model.blocks import find_block_names
@@ -101,12 +102,12 @@ class MetaTrainer:
         return count_parameter_bytes(self._model) + lists * gradients
 
     def batches(
-        self, dataset: Any, batch_size: int | None = None, *, collate_fn: Any = None, **options: Any
+        self, dataset: Any, batch_size: int | None = None, **options: Unpack[EvaluationOptions]
     ) -> Iterator[Any]:
         """Return a first batch, whose size is that of any other one."""
         if isinstance(dataset, DataLoader):
             return iter(dataset)
-        return iter(DataLoader(dataset, batch_size, collate_fn=collate_fn))
+        return iter(DataLoader(dataset, batch_size, collate_fn=options.get("collate_fn")))
 
     def step(self, batch: Any) -> None:
         """Compute the first micro-batch without memory, record all sizes, and end the script."""

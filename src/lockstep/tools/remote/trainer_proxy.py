@@ -16,8 +16,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
+from lockstep.data.dataloader import BatchOptions, EvaluationOptions
 from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher.world import rank, world
 from lockstep.model.deferred_init import BlocksLike, materialize_block
@@ -81,7 +82,7 @@ class TrainerProxy:
         *,
         seed: int | None = None,
         on_epoch: Callable[[EpochResult], None] | None = None,
-        **options: Any,
+        **options: Unpack[BatchOptions],
     ) -> list[EpochResult]:
         """Train on data that the workers load themselves.
 
@@ -91,7 +92,7 @@ class TrainerProxy:
             epochs: Number of epochs.
             seed: Seed of the order of samples, as for `Trainer.batches`.
             on_epoch: Called in the driver after each epoch.
-            options: Further options of `Trainer.batches`.
+            **options: As for `Trainer.batches`.
         """
         self._call("load", dataset)
         results = []
@@ -101,26 +102,43 @@ class TrainerProxy:
                 on_epoch(results[-1])
         return results
 
-    def evaluate(self, dataset: Callable[[], Any], batch_size: int, **options: Any) -> Evaluation:
+    def evaluate(
+        self,
+        dataset: Callable[[], Any],
+        batch_size: int,
+        *,
+        ema: bool = False,
+        **options: Unpack[EvaluationOptions],
+    ) -> Evaluation:
         """Return the mean loss and metrics over a dataset, each sample counted once.
 
         Args:
             dataset: A callable that returns the dataset; called once on every worker.
             batch_size: Samples per global batch.
-            options: Further options of `Trainer.evaluate`.
+            ema: As for `Trainer.evaluate`.
+            **options: As for `Trainer.evaluate`.
         """
-        result: Evaluation = self._call("evaluate", "evaluate", dataset, batch_size, options)
+        given = {"ema": ema, **options}
+        result: Evaluation = self._call("evaluate", "evaluate", dataset, batch_size, given)
         return result
 
-    def predict(self, dataset: Callable[[], Any], batch_size: int, **options: Any) -> Any:
+    def predict(
+        self,
+        dataset: Callable[[], Any],
+        batch_size: int,
+        *,
+        ema: bool = False,
+        **options: Unpack[EvaluationOptions],
+    ) -> Any:
         """Return the model's outputs for all samples, as `Trainer.predict`.
 
         Args:
             dataset: A callable that returns the dataset; called once on every worker.
             batch_size: Samples per global batch.
-            options: Further options of `Trainer.predict`.
+            ema: As for `Trainer.predict`.
+            **options: As for `Trainer.predict`.
         """
-        return self._call("evaluate", "predict", dataset, batch_size, options)
+        return self._call("evaluate", "predict", dataset, batch_size, {"ema": ema, **options})
 
     def __enter__(self) -> TrainerProxy:
         """Return itself."""
@@ -214,7 +232,7 @@ class TrainerActor:
         self._dataset = make_dataset(dataset)
 
     def train_epoch(
-        self, batch_size: int, seed: int | None, options: dict[str, Any], left: int
+        self, batch_size: int, seed: int | None, options: BatchOptions, left: int
     ) -> EpochResult:
         """Train one epoch of those that are left: the first one, or the next one."""
         epoch = self._epochs[-1].epoch + 1 if self._epochs else self._trainer.epoch
