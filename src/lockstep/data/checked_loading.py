@@ -18,7 +18,12 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import DataLoader, default_collate
 
-from lockstep.data.consistency import pack_described, require_same_epoch, require_same_samples
+from lockstep.data.consistency import (
+    GatherFn,
+    pack_described,
+    require_same_epoch,
+    require_same_samples,
+)
 from lockstep.data.content_hash import hash_content
 from lockstep.data.microbatch_sampler import MicrobatchSampler, SeededIndices
 from lockstep.data.repeatability import check_samples, collate_and_check
@@ -26,10 +31,7 @@ from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import seed_all
 from lockstep.processor_core import one_thread
 
-__all__ = ["GatherFn", "load_checked", "load_seeded"]
-
-GatherFn = Callable[[bytes, str], list[bytes]]
-"""A function (message, subject) that exchanges messages; returns those of all ranks, in order."""
+__all__ = ["load_checked", "load_seeded"]
 
 
 class CheckedItem(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.kernel.batch import BatchIdentity
@@ -21,6 +21,7 @@ from lockstep.kernel.errors import DisagreementError
 __all__ = [
     "ORDER",
     "BatchIdentity",
+    "GatherFn",
     "pack_described",
     "require_same_batch",
     "require_same_epoch",
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 ORDER = "order of the samples"
+
+GatherFn = Callable[[bytes, str], list[bytes]]
+"""A function (message, subject) that exchanges messages; returns those of all ranks, in order."""
 
 
 def pack_described(described: Mapping[str, Any] | Sequence[str]) -> bytes:

@@ -9,7 +9,7 @@ The contents of a batch depend neither on the layout nor on the number of worker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from lockstep.data.assignment import Hosts, ReplicaShare, on_one_host
 from lockstep.data.consistency import (
     ORDER,
     BatchIdentity,
+    GatherFn,
     pack_described,
     require_same_epoch,
     require_same_samples,
@@ -45,10 +46,7 @@ from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import key
 from lockstep.kernel.splitting import count_microbatches
 
-__all__ = ["Batches", "EpochBatches", "GatherFn"]
-
-GatherFn = Callable[[bytes, str], list[bytes]]
-"""A function (message, subject) that exchanges messages; returns those of all ranks, in order."""
+__all__ = ["Batches", "EpochBatches"]
 
 Source = TensorSource | MapSource | IterableSource
 """A loader of one replica's part of each batch."""

@@ -10,12 +10,9 @@ import torch
 from lockstep.comm.memory_format import in_format_of, is_in_format_of
 from lockstep.comm.sparse_gradients import add_sparse
 from lockstep.kernel.errors import GradientError
-from lockstep.kernel.tree import Node, TreeAccumulator, add_present, left_siblings
+from lockstep.kernel.tree import Node, TensorList, TreeAccumulator, add_present, left_siblings
 
 __all__ = ["LocalSums"]
-
-GradientList = list[torch.Tensor | None]
-"""The gradient of every parameter; None for a parameter without one."""
 
 
 class LocalSums:
@@ -52,20 +49,20 @@ class LocalSums:
         self._tensors = [parameter for _, parameter in parameters]
         self._add_natively = None if sparse else add_natively
         self._leaves = leaves
-        self.complete: dict[Node, GradientList] = {}
+        self.complete: dict[Node, TensorList] = {}
         self.failure = ""
         # The micro-batch that is being accumulated: its left siblings in the tree, and the node and
         # the values of their sum.
-        self._siblings: list[GradientList] | None = None
+        self._siblings: list[TensorList] | None = None
         self._node: Node = (0, 0)
-        self._values: GradientList = []
+        self._values: TensorList = []
 
     def fold(self) -> None:
         """Add nodes to their siblings, also if these came first, so that the largest ones are held.
 
         Micro-batches that follow a lost rank's come in another order.
         """
-        accumulator = TreeAccumulator[GradientList](self._leaves, _add_lists)
+        accumulator = TreeAccumulator[TensorList](self._leaves, _add_lists)
         for node in sorted(self.complete):
             accumulator.put(node, self.complete[node])
         self.complete = accumulator.nodes
@@ -76,7 +73,7 @@ class LocalSums:
         return self._siblings is not None
 
     @property
-    def nodes(self) -> dict[Node, GradientList]:
+    def nodes(self) -> dict[Node, TensorList]:
         """The values of this rank's nodes so far."""
         if self._siblings is None:
             return self.complete
@@ -209,7 +206,7 @@ class LocalSums:
         self._values[index] = torch.add(last, value, out=out)
 
 
-def _add_lists(left: GradientList, right: GradientList) -> GradientList:
+def _add_lists(left: TensorList, right: TensorList) -> TensorList:
     return [
         add_sparse(one, two) if one is not None and one.is_sparse else add_present(one, two)
         for one, two in zip(left, right, strict=True)

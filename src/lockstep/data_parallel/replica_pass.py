@@ -41,13 +41,10 @@ from lockstep.kernel.loss_weights import WeightFunction, compute_shares, is_sum
 from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.kernel.seeds import isolated
 from lockstep.kernel.splitting import count_microbatches, split_evenly
-from lockstep.kernel.tree import Node, TreeAccumulator, add_present, nodes_of, total
+from lockstep.kernel.tree import Node, TensorList, TreeAccumulator, add_present, nodes_of, total
 from lockstep.model.native_seeder import make_rng_scopes
 
 __all__ = ["Call", "ReplicaPass"]
-
-GradientList = list[torch.Tensor | None]
-"""The gradient of every parameter; None for a parameter without one."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +206,7 @@ class ReplicaPass:
 
     # --- backward -------------------------------------------------------------------------------
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> GradientList:
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> TensorList:
         """Return the gradients of the parameters.
 
         Args:
@@ -230,12 +227,12 @@ class ReplicaPass:
             for replica in self._replicas:
                 replica.backward(self._splits, gradients, keeps_graph)
         leaves = len(self._spans)
-        nodes: dict[Node, GradientList] = {
+        nodes: dict[Node, TensorList] = {
             (microbatch, microbatch + 1): [None] * len(self._trained)
             for microbatch in {*range(leaves)} - {*self._shares}
         }
         for queue in self._queues:
-            sums: TreeAccumulator[GradientList] = TreeAccumulator(leaves, _add_gradients)
+            sums: TreeAccumulator[TensorList] = TreeAccumulator(leaves, _add_gradients)
             for replica in queue:
                 taken = [_take_gradient(parameter) for parameter in replica.parameters]
                 sums.put((replica.index, replica.index + 1), taken)
@@ -298,7 +295,7 @@ def _take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _add_gradients(left: GradientList, right: GradientList) -> GradientList:
+def _add_gradients(left: TensorList, right: TensorList) -> TensorList:
     """Add two lists of gradients, the dense ones into the memory of the left one."""
     return [
         add_sparse(one, two)

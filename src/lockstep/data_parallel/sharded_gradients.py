@@ -38,7 +38,7 @@ from lockstep.data_parallel.sharded_draws import draw_alike
 from lockstep.data_parallel.tree_reduce_scatter import CallOrder, TreeReduceScatter
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
-from lockstep.kernel.tree import TreeAccumulator
+from lockstep.kernel.tree import TensorList, TreeAccumulator
 from lockstep.malloc import return_large_blocks
 from lockstep.model.gradient_hashes import NO_HASHES
 from lockstep.model.watched_calls import ComputeAgain
@@ -55,9 +55,6 @@ __all__ = [
 
 SAMPLED = 64
 """The number of elements of each gradient that are compared to find changes of all of them."""
-
-GradientList = list[torch.Tensor | None]
-"""This rank's shard of the gradient of every parameter; None for a parameter without one."""
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -226,7 +223,7 @@ class ShardedGradients:
                 self._units.append(unit)
                 unit.install()
         self._require_one_dtype()
-        self._sums = TreeAccumulator[GradientList](1, _add_lists)
+        self._sums = TreeAccumulator[TensorList](1, _add_lists)
         self._roots: list[tuple[Any, int]] = []  # the outputs from which backward began
         root: Any = module
         if not any(parameter.is_meta for _, parameter in parameters):
@@ -383,7 +380,7 @@ class ShardedGradients:
     @torch.no_grad()
     def accumulate(self, microbatch: int) -> None:
         """Move the shards in `.grad`, of the micro-batches of a turn, to a leaf of the tree."""
-        gradients: GradientList = [parameter.grad for _, parameter in self._parameters]
+        gradients: TensorList = [parameter.grad for _, parameter in self._parameters]
         for unit in self._units:
             for number in unit.end_microbatch():
                 gradients[number] = None
@@ -499,7 +496,7 @@ class ShardedGradients:
         return planner.make_sums(buckets, StepTree(self._leaves, [nodes[copy] for copy in copies]))
 
 
-def _add_lists(left: GradientList, right: GradientList) -> GradientList:
+def _add_lists(left: TensorList, right: TensorList) -> TensorList:
     """Add the shards of two nodes, into the memory of the left one."""
     return [
         two if one is None else one if two is None else _add(one, two)

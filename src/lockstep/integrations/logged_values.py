@@ -31,6 +31,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lockstep.data.consistency import GatherFn
 from lockstep.integrations.microbatch_loader import exchange_values, find_gather
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.exact_sum import PartialSums, compute_partial_sums, round_sum
@@ -302,7 +303,7 @@ def refusing_inexact_syncs(module: LightningModule) -> Iterator[None]:
             metric.dist_sync_fn = before[name]
 
 
-def _merge_states(metric: Metric, gather: Callable[[bytes, str], list[bytes]]) -> None:
+def _merge_states(metric: Metric, gather: GatherFn) -> None:
     """Give a metric the states of all ranks, in the order of the ranks."""
     for part in metric.modules():
         if not isinstance(part, Metric):

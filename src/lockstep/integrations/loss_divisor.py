@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.checked_loading import GatherFn
+from lockstep.data.consistency import GatherFn
 from lockstep.data.microbatch import halve_samples
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError

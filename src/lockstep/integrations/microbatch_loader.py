@@ -34,7 +34,8 @@ from torch.utils.data import (
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.assignment import ReplicaShare, on_one_host
-from lockstep.data.checked_loading import GatherFn, load_checked
+from lockstep.data.checked_loading import load_checked
+from lockstep.data.consistency import GatherFn
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import align_tensors

@@ -34,7 +34,7 @@ from torch import nn
 
 from lockstep.kernel.buffer_rules import ATTRIBUTE, find_rule
 from lockstep.kernel.errors import BufferMismatchError
-from lockstep.kernel.tree import Node, TreeAccumulator
+from lockstep.kernel.tree import Node, TensorList, TreeAccumulator
 
 __all__ = [
     "BufferExchange",
@@ -57,8 +57,6 @@ LAST = ">"
 EQUAL = "="  # the first character of a hash of results that must be equal
 REFUSED = "!"  # the results cannot be merged
 MARKS = {"sum": SUM, "last": LAST}
-
-TensorList = list[torch.Tensor | None]
 
 
 class BufferExchange(Protocol):

@@ -22,10 +22,22 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["Node", "TreeAccumulator", "add_present", "left_siblings", "nodes_of", "split", "total"]
+__all__ = [
+    "Node",
+    "TensorList",
+    "TreeAccumulator",
+    "add_present",
+    "left_siblings",
+    "nodes_of",
+    "split",
+    "total",
+]
 
 Node = tuple[int, int]
 """A node (lo, hi) covers the leaves lo, lo + 1, ..., hi - 1."""
+
+TensorList = list[torch.Tensor | None]
+"""The value of a node, such as the gradient of every parameter; None for one that is absent."""
 
 Value = TypeVar("Value")
 

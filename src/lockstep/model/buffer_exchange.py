@@ -11,13 +11,11 @@ from lockstep.comm.bucket import plan
 from lockstep.comm.collectives import broadcast_tensors
 from lockstep.comm.make_all_reduce import make_all_reduce
 from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
-from lockstep.kernel.tree import Node
+from lockstep.kernel.tree import Node, TensorList
 
 __all__ = ["GroupExchange"]
 
 BUCKET_BYTES = 4 << 20
-
-TensorList = list[torch.Tensor | None]
 
 
 class GroupExchange:

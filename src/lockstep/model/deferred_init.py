@@ -38,6 +38,7 @@ from lockstep.sharded_tensors import is_sharded, read_version
 __all__ = [
     "BlockLike",
     "BlocksLike",
+    "ModelLike",
     "Released",
     "build",
     "build_sequence",
@@ -54,6 +55,7 @@ __all__ = [
 
 BlockLike = nn.Module | Callable[[], nn.Module]
 BlocksLike = BlockLike | Sequence[BlockLike]
+ModelLike = nn.Module | Sequence[BlockLike]
 
 
 def build(blocks: BlocksLike, seed: int = 0, device: str | torch.device = "cpu") -> nn.Module:

@@ -36,6 +36,7 @@ from lockstep.model.blocks import find_block_names
 from lockstep.model.compilation import check_compilation, describe_compilation
 from lockstep.model.deferred_init import (
     BlockLike,
+    ModelLike,
     build,
     build_sequence,
     find_uninitialized,
@@ -72,8 +73,6 @@ from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["ModelSetup", "set_up_model"]
 
-Model = nn.Module | Sequence[BlockLike]
-
 
 @dataclass(frozen=True)
 class ModelSetup:
@@ -99,7 +98,7 @@ class ModelSetup:
 
 
 def set_up_model(
-    model: Model,
+    model: ModelLike,
     parallel: ParallelContext,
     optimizers: Sequence[OptimizerConfig],
     metrics: Mapping[str, Metric],
@@ -168,7 +167,7 @@ def set_up_model(
 
 
 def _build_model(
-    model: Model,
+    model: ModelLike,
     parallel: ParallelContext,
     seed: int,
     config: PipelineConfig,
@@ -275,7 +274,7 @@ def _build_executor(
 
 def _distribute_weights(
     module: nn.Module,
-    blocks: Model | None,
+    blocks: ModelLike | None,
     parallel: ParallelContext,
     partitioner: Partitioner,
     seed: int,

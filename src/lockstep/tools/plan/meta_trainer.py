@@ -11,7 +11,7 @@ of kernels, and memory that an allocator cannot use, are not counted.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
 import psutil
@@ -26,7 +26,7 @@ from lockstep.data.dataloader import EvaluationOptions
 from lockstep.data.microbatch import split_batch
 from lockstep.kernel.errors import UsageError
 from lockstep.model.blocks import find_block_names
-from lockstep.model.deferred_init import BlockLike, build_sequence, make_meta, named_tensors
+from lockstep.model.deferred_init import ModelLike, build_sequence, make_meta, named_tensors
 from lockstep.model.forward import forward
 from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
@@ -40,15 +40,13 @@ from lockstep.training.optimizer_config import list_configs, make_optimizers
 
 __all__ = ["MetaTrainer", "replace_trainer"]
 
-Model = nn.Module | Sequence[BlockLike]
-
 
 def replace_trainer(session: MemorySession) -> None:
     """Let `ls.Trainer` be a `MetaTrainer` for models that are not built and do not fit."""
     package = sys.modules["lockstep"]
     build: Callable[..., Any] = package.Trainer
 
-    def make(model: Model, *arguments: Any, **options: Any) -> Any:
+    def make(model: ModelLike, *arguments: Any, **options: Any) -> Any:
         if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
             computed = MetaTrainer(session, model, *arguments, **options)
             if computed.least_bytes > psutil.virtual_memory().available:
@@ -70,7 +68,7 @@ class MetaTrainer:
     def __init__(
         self,
         session: MemorySession,
-        model: Model,
+        model: ModelLike,
         loss: Callable[..., Any] | None,
         optimizer: Any,
         *,

@@ -16,11 +16,11 @@ from lockstep.launcher.failure_attribution import (
     make_rank_error,
     make_report,
 )
+from lockstep.tools.remote.connection import RemoteMessage
 from lockstep.tools.remote.serialization import serialize
 
 __all__ = ["SETTLE", "Calls", "Future", "await_results", "make_error", "make_lost_outcome"]
 
-RemoteMessage = dict[str, Any]
 T = TypeVar("T")
 
 SETTLE = 2.0  # seconds to wait for the cause of a lost connection

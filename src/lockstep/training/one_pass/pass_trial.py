@@ -24,7 +24,7 @@ from lockstep.comm.native_module import load_native
 from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers, have_same_bits
 from lockstep.kernel.step_context import StepContext
-from lockstep.kernel.tree import TreeAccumulator, add_present
+from lockstep.kernel.tree import TensorList, TreeAccumulator, add_present
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.pass_attempt import (
     Pass,
@@ -49,8 +49,6 @@ MOST_CHANGES = 3
 """How often a pass of a kind is planned again, because the model has called other operators."""
 
 CHANGED = "{} was not called as in the first step"
-
-GradientList = list[torch.Tensor | None]
 
 
 class PassKind(NamedTuple):
@@ -192,7 +190,7 @@ class Trial:
         self.last: PassAttempt | None = None
         self._losses: list[torch.Tensor] = []
         self._metrics: list[Mapping[str, torch.Tensor]] = []
-        self._sums = TreeAccumulator[GradientList](len(group), _add_lists)
+        self._sums = TreeAccumulator[TensorList](len(group), _add_lists)
 
     def note(
         self,
@@ -345,5 +343,5 @@ def discard_results(parameters: Iterable[nn.Parameter], buffers: Buffers) -> Non
         slot.copy = None
 
 
-def _add_lists(left: GradientList, right: GradientList) -> GradientList:
+def _add_lists(left: TensorList, right: TensorList) -> TensorList:
     return [*map(add_present, left, right)]

@@ -47,7 +47,7 @@ WINDOW = 4 * BLOCK
 LARGEST = 4 * WINDOW
 """The number of elements after which a rank checks no more in a step."""
 
-NamedTensors = dict[str, torch.Tensor]
+WindowTensors = dict[str, torch.Tensor]
 """The tensors of a window: the parameter as "", and those of the optimizer's state by their key."""
 
 
@@ -72,7 +72,7 @@ class _Window(NamedTuple):
         is_alike = here.dim() > 0 and here.numel() == local_part(self.parameter).numel()
         return here.view(-1)[self.start : self.stop] if is_alike else here
 
-    def read(self, optimizer: Optimizer) -> NamedTensors:
+    def read(self, optimizer: Optimizer) -> WindowTensors:
         """Return the present values, in the memory that the optimizer writes."""
         state = optimizer.state.get(self.parameter, {})
         tensors = {k: self.cut(value) for k, value in state.items() if torch.is_tensor(value)}
@@ -92,7 +92,7 @@ class _Kept:
 
     windows: Sequence[_Window]
     options: Sequence[Mapping[str, Any]]
-    values: Sequence[NamedTensors]
+    values: Sequence[WindowTensors]
     gradients: Sequence[torch.Tensor]
 
 
@@ -100,7 +100,7 @@ class _Update(NamedTuple):
     """One computation of the update of some windows."""
 
     computation: Computation
-    results: Sequence[NamedTensors]
+    results: Sequence[WindowTensors]
 
 
 class UpdateCheck(StepHook):
@@ -236,7 +236,7 @@ class UpdateCheck(StepHook):
             results = [{"": one.detach(), **_tensors(twin.state[one])} for one in parameters]
             return self._describe(results, is_repeated=True)
 
-    def _describe(self, results: Sequence[NamedTensors], *, is_repeated: bool) -> _Update:
+    def _describe(self, results: Sequence[WindowTensors], *, is_repeated: bool) -> _Update:
         hashes = {
             f"{number}/{key}": checksum(tensor)
             for number, values in enumerate(results)
@@ -344,11 +344,11 @@ def _get_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad
 
 
-def _tensors(state: Mapping[str, Any]) -> NamedTensors:
+def _tensors(state: Mapping[str, Any]) -> WindowTensors:
     return {key: value for key, value in state.items() if torch.is_tensor(value)}
 
 
-def _clone(values: NamedTensors) -> NamedTensors:
+def _clone(values: WindowTensors) -> WindowTensors:
     return {key: tensor.clone() for key, tensor in values.items()}
 
 
@@ -361,7 +361,7 @@ def _find_damaged(windows: Sequence[_Window], one: _Update, two: _Update) -> tor
 
 
 @torch.no_grad()
-def _write_back(values: Sequence[NamedTensors], right: Sequence[NamedTensors]) -> None:
+def _write_back(values: Sequence[WindowTensors], right: Sequence[WindowTensors]) -> None:
     """Overwrite parameters and state with the right values."""
     for own, other in zip(values, right, strict=True):
         for key, tensor in own.items():
