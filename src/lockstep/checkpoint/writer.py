@@ -246,7 +246,16 @@ class CheckpointWriter:
         # Last, because a resuming process may need the checkpoint; nothing waits for the digest.
         is_whole = self.has_digests and part == (0, 1) and not failure
         model = _digest_model(plain, tensors) if is_whole else None
-        self.latest = SavedCheckpoint(step, final, size, stall, seconds, failure, model, rewritten)
+        self.latest = SavedCheckpoint(
+            step,
+            path=final,
+            size=size,
+            stall=stall,
+            seconds=seconds,
+            failure=failure,
+            digest=model,
+            rewritten=rewritten,
+        )
         self._saved.append(self.latest)
 
     def _find_wrong(self, aside: Path, files: Mapping[str, Mapping[str, Any]]) -> str:

@@ -55,7 +55,13 @@ def make_all_reduce(
     native = native_backend(device, bucket.dtype, group)
     if native is not None:
         made = NativeAllReduce(
-            native, bucket, nodes_by_rank, leaves, dist.get_rank(group), cuts or None, bool(cuts)
+            native,
+            bucket,
+            nodes_by_rank,
+            leaves,
+            rank=dist.get_rank(group),
+            cuts=cuts or None,
+            scatter=bool(cuts),
         )
         made.fits_messages = not cuts and made.fits(native.longest_message // 2)
         return made

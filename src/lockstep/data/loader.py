@@ -227,11 +227,11 @@ class Batches:
                 options.dataset,
                 size,
                 share,
-                keys,
-                start,
-                collate,
-                options.drop_last,
-                checks_collate,
+                keys=keys,
+                start=start,
+                collate=collate,
+                drop_last=options.drop_last,
+                checks_collate=checks_collate,
             )
         assert self._planned is not None
         first = start if is_compared else -1

@@ -349,14 +349,14 @@ class MicrobatchSampler(Sampler[list[int]]):
             for microbatch in self._own(spans):
                 span = spans[microbatch]
                 planned = PlannedMicrobatch(
-                    microbatch,
-                    len(span),
-                    samples,
-                    len(spans),
-                    epoch,
-                    batch,
-                    len(plan),
-                    digest,
+                    number=microbatch,
+                    size=len(span),
+                    samples=samples,
+                    leaves=len(spans),
+                    epoch=epoch,
+                    batch=batch,
+                    batches=len(plan),
+                    order=digest,
                 )
                 for consumer in self._consumers:
                     consumer.plan(planned)

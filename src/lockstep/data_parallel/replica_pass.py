@@ -128,7 +128,15 @@ class ReplicaPass:
                 data = take_part((call.args, call.kwargs), span, call.dim, device)
                 label = f"micro-batch {index} on {device} (device {number} of {len(call.devices)})"
                 replica = Replica(
-                    index, len(span), device, label, data, module, leaves, scopes, loss
+                    index=index,
+                    size=len(span),
+                    device=device,
+                    label=label,
+                    data=data,
+                    module=module,
+                    parameters=leaves,
+                    scopes=scopes,
+                    loss=loss,
                 )
                 queue.append(replica)
             queues.append(queue)

@@ -183,9 +183,18 @@ class DataParallel(nn.Module):
         self._check_placement()
         step = self.steps if self.training else -1 - self._evaluations
         call = Call(
-            self.module, self._scope_names, self.devices, self.microbatches, self.dim, self.seed,
-            step, args, kwargs, loss, weight,
-        )  # fmt: skip
+            module=self.module,
+            scope_names=self._scope_names,
+            devices=self.devices,
+            microbatches=self.microbatches,
+            dim=self.dim,
+            seed=self.seed,
+            step=step,
+            args=args,
+            kwargs=kwargs,
+            loss=loss,
+            weight=weight,
+        )
         outputs = ReplicaPass(call).forward()
         if self.training:
             self.steps = self.steps + 1

@@ -138,13 +138,13 @@ class VariableNames:
 
 
 TORCH = VariableNames(
-    "environment",
-    "torchrun and lockstep run",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
+    launcher="environment",
+    setter="torchrun and lockstep run",
+    rank="RANK",
+    world_size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_world_size="LOCAL_WORLD_SIZE",
+    host="GROUP_RANK",
 )
 OPEN_MPI = VariableNames(
     "mpiexec",

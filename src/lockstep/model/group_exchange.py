@@ -115,7 +115,9 @@ class GroupMessages:
         remark: str = "",
     ) -> Value:
         """Return the merged values of all ranks, in rank order."""
-        return all_reduce_messages(value, merge, pack, unpack, about, self._group, remark)
+        return all_reduce_messages(
+            value, merge, pack, unpack, about, group=self._group, remark=remark
+        )
 
     def require_same_batch(self, batch: str, about: str, step: int, remark: str) -> None:
         """Raise DisagreementError, on every rank, if the identity of the batch differs."""

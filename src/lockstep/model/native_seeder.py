@@ -63,7 +63,15 @@ def make_rng_scopes(
         make_hook = seeder.make_hook
     announce = publish_microbatch if reason_unavailable() else load_native().publish_microbatch
     return RngScopes(
-        modules, model, seed, device, before, seeder, announce, InterceptedCalls, make_hook
+        modules,
+        model,
+        seed,
+        device,
+        before,
+        seeder=seeder,
+        announce=announce,
+        watch=InterceptedCalls,
+        make_hook=make_hook,
     )
 
 

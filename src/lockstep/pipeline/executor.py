@@ -127,9 +127,9 @@ class PipelineExecutor:
                 stage.blocks,
                 stage.scopes,
                 stage.buffers,
-                stage.call_again,
-                stage.watch,
-                "it shares weights with other stages"
+                call=stage.call_again,
+                watch=stage.watch,
+                obstacle="it shares weights with other stages"
                 if pipeline.find_tied_parameters(number)
                 else "",
                 input_gradients=partial(getattr, stage, "input_gradients"),
@@ -203,15 +203,15 @@ class PipelineExecutor:
                 number,
                 blocks[number],
                 placement.make_scopes(model, number, self._seed),
-                GradientReducer(
+                gradients=GradientReducer(
                     [(name, parameters[name]) for name in parameters if owners[name] == number],
                     parallel.peers,
                     sparse=sparse,
                 ),
-                parallel.make_checkpointing(blocks[number]),
-                parallel.device,
-                states[number],
-                len(placement.stages) > 1,
+                checkpointing=parallel.make_checkpointing(blocks[number]),
+                device=parallel.device,
+                state=states[number],
+                shares_rank=len(placement.stages) > 1,
             )
             for number in placement.stages
         ]

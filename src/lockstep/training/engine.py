@@ -286,7 +286,18 @@ class Engine:
             leave = None if member is None else self._leave_if
             repeat = executor.repeat
             stop = self.run.safe_points.stop
-            hooks.append(Audit(config, parallel, position, repeat, modules, record, stop, leave))
+            hooks.append(
+                Audit(
+                    config,
+                    parallel,
+                    position=position,
+                    repeat=repeat,
+                    modules=modules,
+                    record=record,
+                    stop=stop,
+                    leave=leave,
+                )
+            )
         if optimization.storage != "replicated":
             steps = optimization.optimizers, optimization.find_name
             hooks.append(UpdateCheck(config, parallel.rank, *steps, self.history.write))
@@ -305,17 +316,17 @@ class Engine:
         state = self.state
         observer = session.attach(
             ObservedTrainer(
-                world().backend,
-                self.parallel,
-                setup.model,
-                setup.module,
-                setup.optimization.shared is None,
-                state.digest,
-                state.optimizer_digest,
-                setup.optimization.local_state,
-                self.settle,
-                state.history.failure,
-                setup.optimization.optimizers,
+                backend=world().backend,
+                parallel=self.parallel,
+                called=setup.model,
+                module=setup.module,
+                has_whole_gradients=setup.optimization.shared is None,
+                digest=state.digest,
+                optimizer_digest=state.optimizer_digest,
+                optimizer_state=setup.optimization.local_state,
+                settle=self.settle,
+                failure=state.history.failure,
+                optimizers=setup.optimization.optimizers,
                 is_exact=self.options.is_exact,
             )
         )

@@ -152,7 +152,14 @@ def set_up_model(
         name: metric for name, metric in metrics.items() if not isinstance(metric, DatasetMetric)
     }
     executor, state_check = _build_executor(
-        parallel, called, partitioner, optimization, own_metrics, seed, is_shared, is_elastic
+        parallel,
+        called,
+        partitioner,
+        optimization,
+        metrics=own_metrics,
+        seed=seed,
+        shared=is_shared,
+        is_elastic=is_elastic,
     )
     checks: list[StepHook] = [hyperparameters, state_check]
     return ModelSetup(
@@ -267,7 +274,14 @@ def _build_executor(
             make_one_pass, parallel, model, parallel.modules_with(module), metrics
         )
     executor = WholeModelExecutor(
-        parallel, model, module, gradients, names, metrics, seed, make_passes
+        parallel,
+        model,
+        module,
+        gradients,
+        blocks=names,
+        metrics=metrics,
+        seed=seed,
+        make_passes=make_passes,
     )
     return executor, StateMutationCheck(modules, held)
 

@@ -119,16 +119,16 @@ class WholeModelExecutor:
         self.parts = []
         buffers = Buffers(self._modules)
         loop = MicrobatchLoop(
-            step,
-            self._called,
-            self._metrics,
-            self._parallel,
-            self._scopes,
-            buffers,
-            self._gradients,
-            self._roots,
-            self.parameters,
-            self.one_pass,
+            step=step,
+            called=self._called,
+            metrics=self._metrics,
+            parallel=self._parallel,
+            scopes=self._scopes,
+            buffers=buffers,
+            gradients=self._gradients,
+            roots=self._roots,
+            parameters=self.parameters,
+            one_pass=self.one_pass,
         )
         self._loop = loop
         self.parts = [(self._gradients, buffers)]

@@ -14,7 +14,9 @@ def charts(tmp_path, monkeypatch):
 
     def draw(lines):
         drawn = []
-        monkeypatch.setattr(run_charts, "draw_chart", lambda *given: drawn.append(given[1:3]))
+        monkeypatch.setattr(
+            run_charts, "draw_chart", lambda *given, **named: drawn.append(given[1:3])
+        )
         found = run_charts.draw_run_charts(read_run(records.write(tmp_path, lines)))
         return {chart.key: (chart.names, *given) for chart, given in zip(found, drawn, strict=True)}
 

@@ -360,7 +360,15 @@ def create_across_hosts(
     host_names = [hosts[members[0]][1] for members in on_hosts.hosts]
     group_store = PrefixStore("lockstep/", store)
     group = HostGroup(
-        on_hosts, rank, ranks, host_names, shown, group_store, local, gloo, timeout.total_seconds()
+        on_hosts,
+        rank,
+        ranks,
+        host_names=host_names,
+        name=shown,
+        store=group_store,
+        local=local,
+        gloo=gloo,
+        timeout=timeout.total_seconds(),
     )
     return HostProcessGroup(group, group_store)
 

@@ -63,7 +63,15 @@ def draw(results: Sequence[Measurement], machine: str, command: str) -> Picture:
         high = max(one.high.max() for one in curves)
         axes = _size_axis(shown), log_axis(float(low), float(high), format_value)
         box = (left, 208, left + width - 30, 620)
-        draw_chart(picture, curves, axes, box, [colors[one.name] for one in curves], SOFT, FAINT)
+        draw_chart(
+            picture,
+            curves,
+            axes,
+            box,
+            colors=[colors[one.name] for one in curves],
+            ink=SOFT,
+            faint=FAINT,
+        )
     return picture
 
 

@@ -194,17 +194,18 @@ def disturb(
     rounds, launch = launched[-1] if launched else (None, None)
     folder = _find_record(launch)
     run = None if folder is None else read_run(folder)
+    lines = [] if run is None else run.rounds
     return ChaosResult(
-        baseline,
-        folder,
-        None if run is None else _digest(run),
-        kills,
-        killer.kills,
-        [] if run is None else _measure_losses(run),
-        0 if run is None else sum(line.get("repeated_microbatches", 0) for line in run.rounds),
-        0 if rounds is None else rounds.number + 1,
-        seconds,
-        failure,
+        baseline=baseline,
+        folder=folder,
+        digest=None if run is None else _digest(run),
+        planned=kills,
+        kills=killer.kills,
+        seconds_lost=[] if run is None else _measure_losses(run),
+        repeated=sum(line.get("repeated_microbatches", 0) for line in lines),
+        rounds=0 if rounds is None else rounds.number + 1,
+        seconds=seconds,
+        failure=failure,
     )
 
 

@@ -97,7 +97,16 @@ def run_layout(
     is_refused = run.error.code == "layout"
     # By every rank, so the number of the first one to do so is left out.
     said = run.error.reason if is_refused else str(run.error)
-    return LayoutRun(layout, steps, run.seconds, ranks, said, False, is_refused, run.details)
+    return LayoutRun(
+        layout,
+        steps,
+        seconds=run.seconds,
+        ranks=ranks,
+        failure=said,
+        is_complete=False,
+        is_refused=is_refused,
+        details=run.details,
+    )
 
 
 def _start(

@@ -116,9 +116,15 @@ def run_bench(collective: Collective, flags: dict[str, Any]) -> None:
     for count in counts:
         with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
             plan = BenchPlan(
-                collective.name, count, names, sizes, flags["seconds"], flags["bind"],
-                f"{folder}/start-barrier", WAIT_TIMEOUT,
-            )  # fmt: skip
+                collective=collective.name,
+                ranks=count,
+                backends=names,
+                sizes=sizes,
+                seconds=flags["seconds"],
+                is_bound=flags["bind"],
+                barrier=f"{folder}/start-barrier",
+                timeout=WAIT_TIMEOUT,
+            )
             measured = measure_on_ranks(plan, folder)
         click.echo(f"\n# {collective.name} on {count} ranks")
         rows: list[tuple[str, ...]] = []

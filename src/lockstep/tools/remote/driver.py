@@ -100,7 +100,16 @@ class Driver:
         self._key_file = key_file
         self._timeout = timeout
         key = make_key(key_file)
-        self._make_pool = partial(WorkerPool, nprocs, remote, address, port, key, timeout, world)
+        self._make_pool = partial(
+            WorkerPool,
+            nprocs,
+            remote,
+            address=address,
+            port=port,
+            key=key,
+            silence=timeout,
+            world=world,
+        )
         self._start_workers(remote)
 
     def _start_workers(self, remote: int) -> None:

@@ -45,7 +45,15 @@ def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
     is_left = run.error is not None and run.error.exception == DEBUGGER_LEFT
     if not failure and len(steps) != request.last + 1 - request.first:
         failure = f"the program ended before step {request.last} was finished"
-    return Replay(steps, base.steps, run.seconds, failure, run.details, is_left, redact(stop))
+    return Replay(
+        steps,
+        base=base.steps,
+        seconds=run.seconds,
+        failure=failure,
+        details=run.details,
+        is_left=is_left,
+        stop=redact(stop),
+    )
 
 
 @contextlib.contextmanager

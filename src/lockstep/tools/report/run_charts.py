@@ -113,7 +113,16 @@ def _chart(
     picture = Picture(WIDTH, HEIGHT, "none", f"{title} over the steps")
     box = (0, 12, WIDTH - 20, HEIGHT)
     colors = COLORS[: len(curves)]
-    draw_chart(picture, curves, (x, y), box, colors, "currentColor", "var(--faint)", "step")
+    draw_chart(
+        picture,
+        curves,
+        (x, y),
+        box,
+        colors=colors,
+        ink="currentColor",
+        faint="var(--faint)",
+        x_name="step",
+    )
     yield RunChart(key, title, [one.name for one in curves], picture.svg())
 
 

@@ -309,11 +309,11 @@ class OnePass:
             self.known,
             kind,
             self.perform,
-            self._modules,
-            self._parameters,
-            step,
-            buffers,
-            group,
+            modules=self._modules,
+            parameters=self._parameters,
+            step=step,
+            buffers=buffers,
+            group=group,
         )
 
 

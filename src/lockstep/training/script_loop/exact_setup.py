@@ -199,11 +199,11 @@ def exact(
         engine.steps,
         update,
         weights,
-        setup.executor.parameters,
-        gradients.sample if isinstance(gradients, ShardedGradients) else None,
-        given.wrapper,
-        partial(_follow, optimization, ranks, saved),
-        saved,
+        parameters=setup.executor.parameters,
+        sample=gradients.sample if isinstance(gradients, ShardedGradients) else None,
+        wrapper=given.wrapper,
+        follow=partial(_follow, optimization, ranks, saved),
+        saved=saved,
     )
     shards = None if given.mesh is None else given.mesh.shards
 
@@ -487,7 +487,14 @@ def _set_up(
     if isinstance(gradients, GradientReducer) and not gradients.has_sparse:
         make_passes = partial(make_script_passes, parallel, given.inner, modules)
     executor = ScriptExecutor(
-        parallel, given.inner, module, gradients, blocks, {}, seed, make_passes
+        parallel,
+        given.inner,
+        module,
+        gradients,
+        blocks=blocks,
+        metrics={},
+        seed=seed,
+        make_passes=make_passes,
     )
     combined = optimization.optimizer
     state_check = StateMutationCheck(modules, HeldParameters(modules, optimizer=combined))

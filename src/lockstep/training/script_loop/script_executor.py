@@ -59,8 +59,8 @@ class ScriptExecutor(WholeModelExecutor):
         "the step was left before its last micro-batch: iterate over all micro-batches of a batch"
     )
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.is_repeatable = True
         self.calls = ScriptCalls(self._called, self._scopes, has_open_step)
         # For good, so that calls between two micro-batches are known, too. The scopes come first,
