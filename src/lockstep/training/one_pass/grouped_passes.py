@@ -1,4 +1,4 @@
-"""What a step asks of passes over several micro-batches (`lockstep.training.one_pass`)."""
+"""The requests of a step to passes over several micro-batches (`lockstep.training.one_pass`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.step_context import StepContext
 
-__all__ = ["GroupedPasses", "PassResults", "PassTrial", "average"]
+__all__ = ["GroupedPasses", "PassResults", "PassTrial"]
 
 
 class PassResults(NamedTuple):
@@ -52,9 +52,3 @@ class GroupedPasses(Protocol):
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
     ) -> PassTrial | None:
         """Return the trial of a group that is computed one by one; None: there is none."""
-
-
-def average(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean over some samples, with the same bits at any address."""
-    copy = values.detach().clone()
-    return (copy if copy.is_floating_point() else copy.float()).mean()
