@@ -44,7 +44,7 @@ CASES = (
 
 
 class Check:
-    """What the parts share.
+    """The state that the parts share.
 
     Args:
         before: "MODULE:FUNCTION" to call in every process first.

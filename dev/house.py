@@ -47,7 +47,7 @@ LIMITS = {
 """The largest values. A limit that would cost users something is raised: the commit says why."""
 
 SLACK = 1.02
-"""What a value may be of its limit, so that nobody counts the last nodes."""
+"""The largest ratio of a value to its limit, so that nobody counts the last nodes."""
 
 STEP = ("kernel.step", "training.whole_model", "training.microbatch_loop")
 """The modules that compute a step."""

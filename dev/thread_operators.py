@@ -39,7 +39,7 @@ THREADS = (1, 2, 3, 4, 8)
 DTYPES = ("float32", "float64", "bfloat16")
 
 SIZES = {"XS": 5, "S": 33, "M": 97, "L": 211}
-"""What the database's names for sizes stand for here: 33 * 33 * 33 exceeds 32,768."""
+"""The values of the database's names for sizes: 33 * 33 * 33 exceeds 32,768."""
 
 MOST = 250_000
 """The elements of the tensors of a sample; those with more take too long."""

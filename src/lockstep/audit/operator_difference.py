@@ -227,7 +227,7 @@ KEYS: tuple[CallKey, ...] = (
     lambda call: (_find_place(call), call.arguments),
     lambda call: _find_place(call),
 )
-"""What calls that correspond have in common: as much as possible."""
+"""The properties in which corresponding calls are equal: as many as possible."""
 
 
 def _find_place(call: OperatorCall) -> Hashable:

@@ -39,7 +39,7 @@ TORCHS = ("aten.", "prims.")
 
 
 class StateWatch:
-    """What the modules of a step refer to in Python, compared between two moments.
+    """Objects to which the modules of a step refer in Python, compared between two moments.
 
     Args:
         modules: The modules, by name; the name of the model is "".

@@ -43,11 +43,11 @@ ADVICE = (
 )
 
 Votes = Literal["fault", "split", "state"]
-"""What the bits of all computations say: "fault": a rank or core has other results than all others.
-"split": as many computations on either side. "state": neither."""
+"""The vote of all computations by their bits. "fault": a rank or core has other results than all
+others. "split": as many computations on either side. "state": neither."""
 
 Evidence = Literal["program", "processor", "either", "none"]
-"""What the first operator with another result says.
+"""The evidence of the first operator with another result.
 
 "program": it had other inputs, arguments or random numbers, or was called by one side alone.
 "processor": an operator of torch had the same ones. Those that are not deterministic are switched
@@ -55,7 +55,7 @@ off, so a processor has computed wrong. "either": another operator had the same 
 from a generator of its own. "none": no operator was found."""
 
 Blame = Literal["program", "one", "two", "several"]
-"""What is to blame: the program, the processor of one computation, one of two processors, or the
+"""The cause: the program, the processor of one computation, one of two processors, or the
 processors of all computations."""
 
 BLAME: Mapping[Evidence, Mapping[Votes, Blame]] = {
@@ -67,7 +67,7 @@ BLAME: Mapping[Evidence, Mapping[Votes, Blame]] = {
     "either": {"fault": "one", "split": "two", "state": "program"},
     "none": {"fault": "one", "split": "two", "state": "program"},
 }
-"""What is to blame for several wrong results, by the operators and the votes."""
+"""The cause of several wrong results, by the operators and the votes."""
 
 
 class Computation(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the manifest and the state of a checkpoint must contain before anything is loaded.
+"""The required contents of a checkpoint's manifest and state, checked before anything is loaded.
 
 Entries of other names are accepted: newer versions add some. What is inside the entries of a state
 is checked by those who load it.

@@ -71,7 +71,7 @@ class PlannedMicrobatch(NamedTuple):
 
 
 class MicrobatchConsumer(Protocol):
-    """What trains on the micro-batches of a sampler, in the order in which they are yielded."""
+    """Trains on the micro-batches of a sampler, in the order in which they are yielded."""
 
     def begin_epoch(self) -> None:
         """Discard the micro-batches of an earlier iteration."""
@@ -84,7 +84,7 @@ class MicrobatchConsumer(Protocol):
 
 
 class MicrobatchSource(Protocol):
-    """What yields micro-batches, and tells consumers before it loads them.
+    """Yields micro-batches, and tells consumers before it loads them.
 
     Attributes:
         epoch: The epoch of the next iteration.

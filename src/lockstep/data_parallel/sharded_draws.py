@@ -43,7 +43,7 @@ def draw_alike(mesh: Any) -> None:
 
 
 class _Handler:
-    """What torch calls for an operator on sharded tensors."""
+    """The function that torch calls for an operator on sharded tensors."""
 
     def __init__(self, draw: Any, handlers: dict[Any, Any]) -> None:
         self._draw = draw

@@ -1,4 +1,4 @@
-"""What the launcher sends to a member of an elastic run on several hosts.
+"""Messages of the launcher to a member of an elastic run on several hosts.
 
 On one host, the backend notices at once when a rank dies. Over a network it may not: a host that
 lost its power sends nothing. The launcher learns it from its own connections, and says "lost":

@@ -19,7 +19,7 @@ __all__ = ["EvaluatedResults", "Results"]
 
 
 class Results(NamedTuple):
-    """What an evaluation computes from a batch.
+    """The results of a batch in an evaluation.
 
     Attributes:
         size: The number of its samples.

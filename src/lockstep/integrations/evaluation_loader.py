@@ -43,7 +43,7 @@ from lockstep.model.collective_calls import wrap_collective_calls
 __all__ = ["ELSEWHERE", "EvaluationLoader", "evaluating"]
 
 ELSEWHERE = object()
-"""What stands for the data of a batch that another rank computes."""
+"""The stand-in for the data of a batch that another rank computes."""
 
 
 @contextmanager

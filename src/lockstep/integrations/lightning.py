@@ -68,7 +68,7 @@ class _Attached:
 
 
 class StepOutputs(dict[str, Any]):
-    """What callbacks get of a batch: the loss. Other outputs are those of a micro-batch."""
+    """The outputs of a batch for callbacks: the loss. Other outputs are those of a micro-batch."""
 
     def __missing__(self, name: str) -> Any:
         """Raise UsageError."""

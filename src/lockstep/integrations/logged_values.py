@@ -1,4 +1,4 @@
-"""What a LightningModule logs, combined exactly over the micro-batches of all ranks.
+"""Values that a LightningModule logs, combined exactly over the micro-batches of all ranks.
 
     within a batch        `self.log` records (value, batch_size); nothing is sent
     its end               the values of all ranks are added exactly, and logged once on every rank:

@@ -1,4 +1,4 @@
-"""What the loss of a micro-batch divides by, which no signature tells: found by calling it.
+"""The divisor of a micro-batch's loss, which no signature tells: found by calling the loss.
 
     called with 2 N items instead of N      half of the loss: it is divided by num_items_in_batch,
                                             and the losses of the micro-batches add up
@@ -43,7 +43,7 @@ Compute = Callable[[Mapping[str, Any], Any], torch.Tensor]
 """A function (inputs, number of items in the batch) that returns the loss."""
 
 Counts = Mapping[str, int]
-"""What the mean of a micro-batch could be over, by its name."""
+"""The numbers that could divide the loss of a micro-batch, by name."""
 
 
 def count_first_dimension(inputs: Any) -> int:

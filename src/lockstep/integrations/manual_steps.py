@@ -27,7 +27,7 @@ __all__ = ["ManualSteps"]
 
 
 class ManualSteps:
-    """What `training_step` does by hand in one micro-batch.
+    """The calls that `training_step` makes by hand in one micro-batch.
 
     Args:
         module: The module.

@@ -60,7 +60,7 @@ MARKS = {"sum": SUM, "last": LAST}
 
 
 class BufferExchange(Protocol):
-    """What the ranks that hold the same buffers do together to merge them."""
+    """The calls by which the ranks that hold the same buffers merge them."""
 
     rank: int
 

@@ -151,7 +151,7 @@ class CommunicationError(WorkError):
 
 
 Observation = Literal["ended", "left", "unopened", "closed"]
-"""What was observed of a rank that is lost: its process has ended; it has left the group; memory
+"""The observation of a lost rank: its process has ended; it has left the group; memory
 that it had published can no longer be opened; it has closed its connection."""
 
 

@@ -1,4 +1,4 @@
-"""What a step needs of the layout: the place of this rank, its arithmetic, messages of all ranks.
+"""The layout as a step needs it: the place of this rank, its arithmetic, messages of all ranks.
 
 The engine implements these protocols; the kernel imports none of it.
 """

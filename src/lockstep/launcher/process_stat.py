@@ -1,4 +1,4 @@
-"""What the kernel says about a process, such as its state."""
+"""The kernel's report on a process, such as its state."""
 
 from __future__ import annotations
 

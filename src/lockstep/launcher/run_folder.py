@@ -92,7 +92,7 @@ def is_resuming() -> bool:
 
 @dataclass(frozen=True)
 class LaunchDescription:
-    """What `lockstep run` launched in a run folder.
+    """The program that `lockstep run` launched in a run folder.
 
     Attributes:
         kind: "script", "module" or "program".

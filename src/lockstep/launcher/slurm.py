@@ -1,4 +1,4 @@
-"""What Slurm's variables say about a step: its hosts, and where its ranks meet.
+"""A step of Slurm by its variables: its hosts, and where its ranks meet.
 
     srun                first host of SLURM_STEP_NODELIST    a port from the numbers of job and step
     mpiexec in a job    first host of SLURM_JOB_NODELIST     a port from the number of the job

@@ -1,1 +1,1 @@
-"""What a step knows of a model: its calls, blocks, buffers and loss, and what it must not do."""
+"""The model as a step sees it: its calls, blocks, buffers and loss, and what it must not do."""

@@ -1,4 +1,4 @@
-"""What code of the user may do while a backward pass runs: hooks, and callbacks at its end."""
+"""Code of the user that may run in a backward pass: hooks, and callbacks at its end."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ __all__ = ["BackwardWatch", "BackwardWatcher"]
 
 
 class BackwardWatcher(Protocol):
-    """What is called around the forward and backward passes of a model."""
+    """An observer that is called around the forward and backward passes of a model."""
 
     def before_forward(self, arguments: Arguments) -> Arguments | None:
         """Take part in a forward; return its arguments, or None if its backward is not watched."""

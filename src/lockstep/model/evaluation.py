@@ -95,7 +95,7 @@ class MicrobatchScores(NamedTuple):
 
 
 class EvaluationTask(Protocol):
-    """What an evaluation computes from the outputs of every micro-batch.
+    """The computation of an evaluation from the outputs of every micro-batch.
 
     Attributes:
         about: The call, for messages.

@@ -351,7 +351,7 @@ class HeldParameters:
 
 
 HOLDERS: WeakSet[HeldParameters] = WeakSet()
-"""What the trainers of this process hold: the model of one may be called in a step of another."""
+"""Those of all trainers of this process: the model of one may be called in a step of another."""
 
 
 def is_trained(parameter: torch.Tensor) -> bool:

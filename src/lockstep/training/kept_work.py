@@ -1,4 +1,4 @@
-"""What the ranks of an elastic run have computed of a step when one of them is lost.
+"""Results of a step that the ranks of an elastic run keep when one of them is lost.
 
     rank 0 has computed    0 1 | 2 3 |     |        leaves of the tree
     rank 1, lost                     | 4 5 |
@@ -70,7 +70,7 @@ class LeavesShare(ReplicaShare):
 
 @dataclass
 class KeptWork:
-    """What this rank has computed of a step.
+    """The results of this rank in a step.
 
     Attributes:
         step: The step, with the results of its micro-batches.
@@ -90,7 +90,7 @@ class KeptWork:
 
 @dataclass(frozen=True)
 class RestOfStep:
-    """What is left of a step, as the survivors have agreed.
+    """The rest of a step, as the survivors have agreed.
 
     Attributes:
         leaves: The micro-batches that this rank has to compute.

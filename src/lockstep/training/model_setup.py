@@ -76,7 +76,7 @@ __all__ = ["ModelSetup", "set_up_model"]
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """What a trainer trains, and with what.
+    """The model of a trainer, with the optimizer, the executor and the checks that train it.
 
     Attributes:
         model: The model as it is called, possibly compiled.

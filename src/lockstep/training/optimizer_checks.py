@@ -1,4 +1,4 @@
-"""What an optimizer must fulfil, checked before the first step.
+"""The requirements on an optimizer, checked before the first step.
 
     complete state    a copy that continues from the state dict computes the same bits
     elementwise       where each rank steps a part of the parameters: no hooks, and it treats each

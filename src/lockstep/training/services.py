@@ -1,4 +1,4 @@
-"""What the trainer and the handle of `ls.exact` offer in the same way: record, state, checkpoints.
+"""Services that the trainer and the handle of `ls.exact` share: record, state, checkpoints.
 
 Both are front doors of one `lockstep.training.engine.Engine`, whose parts are protocols here, so
 that a reader of a loop need not know the machinery behind them.

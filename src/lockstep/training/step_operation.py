@@ -52,7 +52,7 @@ class StepRun(Protocol):
 
     @property
     def safe_points(self) -> Any:
-        """What happens where the script can be continued."""
+        """The places where the script can be continued, and the work there."""
 
     def require_repeatable_step(self) -> None:
         """Raise UsageError for a step that a resumed script would have to repeat."""

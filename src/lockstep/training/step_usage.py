@@ -32,7 +32,7 @@ MEMORY_INTERVAL = 0.02
 
 
 class RankTimes(NamedTuple):
-    """What one rank measured in a step.
+    """The measurements of one rank in a step.
 
     Attributes:
         rank: The rank.

@@ -43,7 +43,7 @@ MIN_ROUNDS = 3
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What the ranks measure.
+    """The measurements of the ranks.
 
     Attributes:
         collective: The name of the collective.

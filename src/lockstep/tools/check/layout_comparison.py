@@ -21,7 +21,7 @@ FRAMEWORKS = {
     "transformers": "replace Trainer by ExactTrainer, which is part",
     "accelerate": "replace Accelerator by ExactAccelerator, which is part",
 }
-"""What to change in a script that imports a framework."""
+"""The change to a script that imports a framework."""
 
 
 @dataclass(frozen=True)

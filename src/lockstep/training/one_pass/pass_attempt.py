@@ -38,7 +38,7 @@ READS = ("numpy", "tolist")
 
 
 class Pass(Protocol):
-    """What sees the operators of a pass: it records them, or calls some for each micro-batch."""
+    """Sees the operators of a pass: records them, or calls some for each micro-batch."""
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Return the result of the body, whose operators are seen."""

@@ -114,7 +114,7 @@ class NotedCall(NamedTuple):
 
 
 class PassPlan(NamedTuple):
-    """What is called for the rows of each micro-batch, in the arguments of `SegmentedCalls`.
+    """Operators to call for the rows of each micro-batch, as arguments of `SegmentedCalls`.
 
     Attributes:
         forward: The operators of the forward pass.

@@ -52,7 +52,7 @@ CHANGED = "{} was not called as in the first step"
 
 
 class PassKind(NamedTuple):
-    """What decides whether a pass was planned for micro-batches such as these.
+    """The properties of micro-batches for which a pass is planned.
 
     Attributes:
         segments: The number of micro-batches.
@@ -89,7 +89,7 @@ class JoinedPass:
 
 
 class KnownPasses:
-    """What trials have found.
+    """The results of trials.
 
     Attributes:
         note: Why micro-batches are computed one by one; "" if they are not.

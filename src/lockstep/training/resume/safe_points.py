@@ -38,7 +38,7 @@ __all__ = ["SafePoints"]
 
 # It has many methods: one for each thing that may happen at a safe point.
 class SafePoints(StepHook):
-    """What happens at the safe points of a script, and the hook by which ranks ask for it.
+    """The work at the safe points of a script, and the hook by which ranks ask for it.
 
     Args:
         position: The position of the script.

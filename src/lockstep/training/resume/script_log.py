@@ -50,7 +50,7 @@ ADVICE = {
     "evaluation": "make this call here, too",
     "save": "make this call here, too",
 }
-"""What to do if the script does not make a call of this kind again."""
+"""The advice if the script does not make a call of this kind again."""
 
 TRAINING = ("epoch", "steps", "manual")
 """The kinds of calls that train; the others leave the weights as they are."""

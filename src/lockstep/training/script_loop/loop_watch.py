@@ -1,4 +1,4 @@
-"""What a script's loop keeps beside the model, compared around the body of each micro-batch.
+"""State that a script's loop keeps beside the model, compared around the body of each micro-batch.
 
     a generator of its own        numbers follow those of this rank's earlier micro-batches
     another module, such as a     its buffers get the values of this rank's micro-batches only:

@@ -1,4 +1,4 @@
-"""What a manual step computes from all micro-batches of its batch, the same on every rank.
+"""Values that a manual step computes from all micro-batches of its batch, the same on every rank.
 
 backward_whole_batch    pass 1     the outputs of every micro-batch, without an effect
                         gathered   the loss of all outputs, and its gradients with respect to

@@ -32,7 +32,7 @@ CUT_ADVICE = (
     ": use one of torch's optimizers without fused=True and float32 parameters, or a dimension 0 "
     "that the number of ranks divides"
 )
-"""What to do about a cut, after the words of `explain_cut`."""
+"""The advice about a cut, after the words of `explain_cut`."""
 
 EXACT = (torch.float32, torch.float64)
 """The dtypes in which torch's optimizers round alike with and without vector instructions.

@@ -54,7 +54,7 @@ class _Entry:
 
 
 EDITS = "publishing the script's changes of the optimizer's state"
-"""What a rank does that shares such changes, for messages."""
+"""The activity of a rank that shares such changes, for messages."""
 
 
 def _require_own_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

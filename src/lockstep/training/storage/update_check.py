@@ -81,7 +81,7 @@ class _Window(NamedTuple):
 
 @dataclass
 class _Kept:
-    """What an optimizer reads in a step, copied before it.
+    """The values that an optimizer reads in a step, copied before it.
 
     Attributes:
         windows: The elements that are checked.
