@@ -43,8 +43,8 @@ def render(group: click.Group, name: str) -> str:
     """Return the reference of the commands of a group as Markdown."""
     context = click.Context(group, info_name=name)
     sections = [_table_of_commands(group, context)]
-    for each in group.list_commands(context):
-        sections += _describe(_get_context(group, each, context))
+    for command in group.list_commands(context):
+        sections += _describe(_get_context(group, command, context))
     return "\n\n".join(sections)
 
 
@@ -64,10 +64,10 @@ def _get_context(group: click.Group, name: str, parent: click.Context) -> click.
 def _table_of_commands(group: click.Group, context: click.Context) -> str:
     rows = []
     for name in group.list_commands(context):
-        found = _get_context(group, name, context)
-        path = found.command_path
+        command = _get_context(group, name, context)
+        path = command.command_path
         shown = f"[`{path}`](#{_anchor(path)})" if context.parent is None else f"`{path}`"
-        rows.append((shown, _code(_paragraphs(found)[0], _arguments(found))))
+        rows.append((shown, _code(_paragraphs(command)[0], _arguments(command))))
     return _table(("command", "purpose"), rows)
 
 
@@ -103,16 +103,16 @@ def _usage(context: click.Context, path: str = "") -> str:
 
 def _paragraphs(context: click.Context) -> list[str]:
     text = re.split(r"\n\s*\n", (context.command.help or "").strip())
-    return [" ".join(each.split()) for each in text]
+    return [" ".join(paragraph.split()) for paragraph in text]
 
 
 def _arguments(context: click.Context) -> list[str]:
     """Return the names of the arguments as in the usage line, without brackets."""
     return [
         word
-        for each in context.command.params
-        if isinstance(each, click.Argument)
-        for word in re.findall(r"[A-Z_]+", each.metavar or (each.name or "").upper())
+        for parameter in context.command.params
+        if isinstance(parameter, click.Argument)
+        for word in re.findall(r"[A-Z_]+", parameter.metavar or (parameter.name or "").upper())
     ]
 
 

@@ -150,9 +150,9 @@ def check_device(check: Check) -> Rows:
 def describe_world(device: str | None) -> tuple[str, str, str | None]:
     """Return the device, the backend and the workspaces of cuBLAS after `init`."""
     world = ls.init(device=device, timeout=TIMEOUT)
-    found = str(world.device), world.backend, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    described = str(world.device), world.backend, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     ls.shutdown()
-    return found
+    return described
 
 
 def check_own_backend(check: Check) -> Rows:
@@ -176,9 +176,9 @@ def use_own_backend() -> tuple[str, float, str]:
         optimizer.zero_grad()
         model(torch.ones(5, 8, device=world.device)).square().mean().backward()
         optimizer.step()
-    found = world.backend, value.sum().item(), ls.digest(network)
+    results = world.backend, value.sum().item(), ls.digest(network)
     ls.shutdown()
-    return found
+    return results
 
 
 def check_layouts(check: Check) -> Rows:
@@ -216,9 +216,9 @@ def check_resume(check: Check) -> Rows:
     yield "2 ranks, one is killed", _last_line(output), status != 0 and "SIGKILL" in output
     for ranks in ("1", "4"):
         status, output = check.command("run", "--resume", "killed", "-n", ranks, *arguments)
-        found = _read_digests(output)
-        is_equal = bool(found) and found == expected
-        yield f"resumed on {ranks}", found.get("digits") or _last_line(output), is_equal
+        digests = _read_digests(output)
+        is_equal = bool(digests) and digests == expected
+        yield f"resumed on {ranks}", digests.get("digits") or _last_line(output), is_equal
 
 
 def check_commands(check: Check) -> Rows:
@@ -244,9 +244,9 @@ def check_elastic(check: Check) -> Rows:
     expected = _read_digests(output)
     arguments = check.training(*options, "--kill", str(check.folder / "killed"))
     _, output = check.command("run", "--min", "1", "--max", "2", *arguments)
-    found = _read_digests(output)
-    is_equal = bool(found) and found == expected
-    yield "a rank is killed", found.get("digits") or _last_line(output), is_equal
+    digests = _read_digests(output)
+    is_equal = bool(digests) and digests == expected
+    yield "a rank is killed", digests.get("digits") or _last_line(output), is_equal
     yield "the rank was lost", "yes" if "SIGKILL" in output else "no", "SIGKILL" in output
 
 
@@ -448,11 +448,11 @@ def check_operators(check: Check) -> Rows:
     device = torch.device(check.kind, 0)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for name, call in OPERATORS.items():
-        found = [try_operator(call, device, is_strict) for is_strict in (True, False)]
+        outcomes = [try_operator(call, device, is_strict) for is_strict in (True, False)]
         yield (
             f"{name}",
-            f"deterministic mode: {found[0]}; otherwise: {found[1]}",
-            (None if found[0] != "different bits" else False),
+            f"deterministic mode: {outcomes[0]}; otherwise: {outcomes[1]}",
+            (None if outcomes[0] != "different bits" else False),
         )
 
 

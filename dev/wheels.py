@@ -79,13 +79,13 @@ def choose(what: str, wanted: str, matrix: Sequence[str]) -> tuple[str, ...]:
     Raises:
         WheelError: A wanted version is not in the matrix.
     """
-    names = [each.removeprefix(f"{what}==") for each in wanted.split(",") if each]
-    if unknown := [each for each in names if each not in matrix]:
+    names = [version.removeprefix(f"{what}==") for version in wanted.split(",") if version]
+    if unknown := [version for version in names if version not in matrix]:
         raise WheelError(
             f"{what} {', '.join(unknown)} is not in [tool.lockstep.wheels] of pyproject.toml, "
             f"which has {', '.join(matrix)}: add it there, or choose one of these"
         )
-    return tuple(each for each in matrix if not names or each in names)
+    return tuple(version for version in matrix if not names or version in names)
 
 
 def is_for(built: str, version: str) -> bool:
@@ -170,7 +170,7 @@ def build(versions: Iterable[str], out: Path, given: Path | None, folder: Path) 
     environments = {}
     wheels = [given] if given else []
     for version in versions:
-        if any(is_for(each, version) for each in have):
+        if any(is_for(binding, version) for binding in have):
             continue
         print(f"torch {version}: making an environment", flush=True)
         python = _make_environment(version, folder / f"torch-{version}")
@@ -210,7 +210,7 @@ def _build_one(version: str, python: str, folder: Path) -> Path:
     command = [python, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
     _run([*command, "--wheel-dir", str(own), str(sources)], what)
     (wheel,) = own.glob("*.whl")
-    if not any(is_for(each, version) for each in list_bindings(wheel)):
+    if not any(is_for(binding, version) for binding in list_bindings(wheel)):
         reasons = [text.decode() for info, text in _read(wheel) if info.filename == REASON]
         raise WheelError(f"{what}: {''.join(reasons).strip() or 'it has no binding'}")
     return wheel
@@ -286,9 +286,9 @@ def main() -> None:
                 continue
             with tempfile.TemporaryDirectory(prefix="lockstep-wheels-") as folder:
                 wheel = build(torches, options.out, options.merge, Path(folder))
-            found = ", ".join(list_bindings(wheel))
+            bindings = ", ".join(list_bindings(wheel))
             size = wheel.stat().st_size / 1e6
-            print(f"{wheel}: {size:.1f} MB, with bindings for torch {found}", flush=True)
+            print(f"{wheel}: {size:.1f} MB, with bindings for torch {bindings}", flush=True)
     except WheelError as error:
         sys.exit(f"wheels: {error}")
 

@@ -25,7 +25,7 @@ PAGE = ROOT / "docs/guides/message-passing.md"
 def draw_all() -> Mapping[str, Card]:
     """Return all pictures by file name."""
     tables = messages.read_tables(PAGE)
-    found: dict[str, Callable[[], Card]] = {
+    pictures: dict[str, Callable[[], Card]] = {
         "micro-batches": batches.draw_split,
         "accumulation": batches.draw_accumulation,
         "tree": batches.draw_tree,
@@ -52,7 +52,7 @@ def draw_all() -> Mapping[str, Card]:
         "packages": packages.draw_packages,
         "tags": messages.draw_tags,
     }
-    return {f"{name}.svg": draw() for name, draw in found.items()}
+    return {f"{name}.svg": draw() for name, draw in pictures.items()}
 
 
 def main() -> None:

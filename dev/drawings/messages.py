@@ -53,7 +53,7 @@ class Table:
 
 def read_tables(page: Path) -> dict[str, Table]:
     """Return the tables of the page by their titles."""
-    found = {}
+    tables = {}
     for title, head, rows in re.findall(
         r"^```text\n(.+)\n( {8,}\S.*)\n((?:    rank .*\n)+)```$", page.read_text(), re.MULTILINE
     ):
@@ -64,8 +64,8 @@ def read_tables(page: Path) -> dict[str, Table]:
             name: [line[begin:end].strip() for line in rows.splitlines()]
             for name, begin, end in zip(names, begins, ends, strict=True)
         }
-        found[title] = Table(title, columns)
-    return found
+        tables[title] = Table(title, columns)
+    return tables
 
 
 def split_values(text: str) -> list[list[str]]:

@@ -40,7 +40,7 @@ def run_schedule(name: str, ranks: int = P, microbatches: int = M) -> Simulation
 def draw_schedule(name: str) -> Card:
     """Draw one schedule; the stages of a rank are below each other."""
     simulation = run_schedule(name)
-    longest = max(run_schedule(each).makespan for each in ("gpipe", name))
+    longest = max(run_schedule(shown).makespan for shown in ("gpipe", name))
     kinds = [kind for kind in KINDS if any(s.action.kind == kind for s in simulation.spans)]
     shades = 2 if name == "interleaved" else 1
     entries = [
@@ -101,14 +101,14 @@ def draw_held() -> Card:
     left = LEFT + 22.0
     bottom = 178.0
     height = 124.0
-    found = {name: run_schedule(name) for name in ("gpipe", "1f1b")}
-    scale = (RIGHT - left) / max(each.makespan for each in found.values())
+    simulations = {name: run_schedule(name) for name in ("gpipe", "1f1b")}
+    scale = (RIGHT - left) / max(simulation.makespan for simulation in simulations.values())
     for level in range(0, M + 1, 2):
         line = bottom - level * height / M
         picture.add(Line([(left, line), (RIGHT, line)], EDGE, 1))
         picture.add_text(LEFT, line, str(level), 12, SOFT)
     for (name, simulation), color, offset in zip(
-        found.items(), (RANKS[1], RANKS[0]), (0.0, 1.5), strict=True
+        simulations.items(), (RANKS[1], RANKS[0]), (0.0, 1.5), strict=True
     ):
         changes: Counter[float] = Counter()
         for span in simulation.spans:

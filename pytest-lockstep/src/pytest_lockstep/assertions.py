@@ -55,16 +55,16 @@ def assert_same_on_ranks(tensors: Tensors, group: dist.ProcessGroup | None = Non
     __tracebackhide__ = True
     own = _name_tensors(tensors)
     sums = _gather({name: checksum(tensor) for name, tensor in own.items()}, group)
-    if all(each == sums[0] for each in sums):
+    if all(theirs == sums[0] for theirs in sums):
         return
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    for each, rank in zip(sums, ranks, strict=True):
-        if each.keys() != sums[0].keys():
-            names = ", ".join(map(repr, each.keys() ^ sums[0].keys()))
+    for theirs, rank in zip(sums, ranks, strict=True):
+        if theirs.keys() != sums[0].keys():
+            names = ", ".join(map(repr, theirs.keys() ^ sums[0].keys()))
             raise AssertionError(f"ranks {ranks[0]} and {rank} have different tensors: {names}")
-    name = next(name for name in own if any(each[name] != sums[0][name] for each in sums))
+    name = next(name for name in own if any(theirs[name] != sums[0][name] for theirs in sums))
     values = _gather(own[name].detach().cpu(), group)
-    others = [index for index, each in enumerate(sums) if each[name] != sums[0][name]]
+    others = [index for index, theirs in enumerate(sums) if theirs[name] != sums[0][name]]
     difference = _describe_difference(
         values[0], values[others[0]], f"rank {ranks[0]}", f"rank {ranks[others[0]]}"
     )
@@ -167,9 +167,9 @@ def _name_tensors(value: object) -> dict[str, torch.Tensor]:
     if isinstance(value, torch.nn.Module):
         value = value.state_dict()
     if isinstance(value, Mapping):
-        parts = [(str(key), each) for key, each in value.items()]
+        parts = [(str(key), part) for key, part in value.items()]
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        parts = [(str(index), each) for index, each in enumerate(value)]
+        parts = [(str(index), part) for index, part in enumerate(value)]
     else:
         raise TypeError(
             f"expected a tensor, a module, or mappings and sequences of them, not an object of "
@@ -177,8 +177,8 @@ def _name_tensors(value: object) -> dict[str, torch.Tensor]:
         )
     return {
         f"{key}.{name}" if name else key: tensor
-        for key, each in parts
-        for name, tensor in _name_tensors(each).items()
+        for key, part in parts
+        for name, tensor in _name_tensors(part).items()
     }
 
 
@@ -194,12 +194,12 @@ def _check_names(
 def _describe_difference(a: torch.Tensor, b: torch.Tensor, this: str, that: str) -> str:
     """Return how two tensors differ; "" if they have the same dtype, shape and bits."""
     if a.dtype != b.dtype or a.shape != b.shape:
-        kinds = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (a, b)]
+        kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in (a, b)]
         return f"{kinds[0]} on {this}, {kinds[1]} on {that}".replace("torch.", "")
     if checksum(a) == checksum(b):
         return ""
-    a, b = (each.detach().cpu().to_dense().contiguous() for each in (a, b))
-    flat = [each.reshape(-1).view(torch.uint8).reshape(a.numel(), -1) for each in (a, b)]
+    a, b = (tensor.detach().cpu().to_dense().contiguous() for tensor in (a, b))
+    flat = [tensor.reshape(-1).view(torch.uint8).reshape(a.numel(), -1) for tensor in (a, b)]
     differs = (flat[0] != flat[1]).any(dim=1)
     first = int(differs.nonzero()[0])
     index = [int(each) for each in torch.unravel_index(torch.tensor(first), a.shape)]

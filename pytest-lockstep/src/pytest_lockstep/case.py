@@ -101,8 +101,8 @@ def run_case(
         pids = list(ranks.processes.pids.values())
         ranks.close()
         result.sections = output.read()
-    for rank, each in sorted(result.results.items()):
-        result.sections += [(f"{title} (rank {rank})", text) for title, text in each.sections]
+    for rank, report in sorted(result.results.items()):
+        result.sections += [(f"{title} (rank {rank})", text) for title, text in report.sections]
     _conclude(result)
     left = _find_leaks(template, order, memory, pids)
     if left and result.failure is None:
@@ -272,19 +272,19 @@ def _conclude(result: CaseResult) -> None:
     """Derive the outcome of the test from the outcomes in its ranks."""
     if result.failure is not None:
         return
-    outcomes = {each.outcome for each in result.results.values()} - {"killed"}
+    outcomes = {report.outcome for report in result.results.values()} - {"killed"}
     if "exit" in outcomes:
         outcomes = {"exit"}
     if len(outcomes) > 1:
         states = ", ".join(
-            f"rank {rank} {summarize(each)}" for rank, each in sorted(result.results.items())
+            f"rank {rank} {summarize(report)}" for rank, report in sorted(result.results.items())
         )
         result.failure = Failure(f"the ranks ended differently: {states}; skip on every rank")
         return
-    for each in result.results.values():
-        if each.outcome in outcomes:
-            result.outcome = each.outcome
-            result.reason = each.reason
+    for report in result.results.values():
+        if report.outcome in outcomes:
+            result.outcome = report.outcome
+            result.reason = report.reason
 
 
 def _find_leaks(template: Template, order: Order, memory: set[str], pids: list[int]) -> list[str]:

@@ -215,5 +215,5 @@ def _find_tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _find_tensors(each)
+        for part in value:
+            yield from _find_tensors(part)

@@ -146,8 +146,8 @@ class Launcher:
             return None
         result = self._run(pyfuncitem)
         pyfuncitem.stash[RESULT] = result
-        for each in result.results.values():
-            for said in each.warnings:
+        for report in result.results.values():
+            for said in report.warnings:
                 warnings.warn_explicit(*said)
         if 0 in result.results:
             pyfuncitem.user_properties.extend(result.results[0].properties)
@@ -345,8 +345,8 @@ def _choose_backend(name: str) -> str:
         backend.register()
         return name if backend.available() else "gloo"
     if not name or not distributed.is_backend_available(name):
-        known = [each for each in distributed.Backend.backend_list if each != "undefined"]
-        here = ", ".join(each for each in known if distributed.is_backend_available(each))
+        known = [backend for backend in distributed.Backend.backend_list if backend != "undefined"]
+        here = ", ".join(backend for backend in known if distributed.is_backend_available(backend))
         pytest.fail(
             f"--ranks-backend: torch has no backend {name!r} here; available: {here}",
             pytrace=False,

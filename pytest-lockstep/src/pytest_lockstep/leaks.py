@@ -151,14 +151,14 @@ def _kept_processes() -> Iterator[int]:
 
 def _list_descendants(pid: int, known: Collection[int] = ()) -> list[int]:
     """Return the running descendants of a process, without `known` and their descendants."""
-    found = []
+    descendants = []
     waiting = [pid]
     while waiting:
         for child in _list_children(waiting.pop()):
             if child not in known and not _is_zombie(child):
-                found.append(child)
+                descendants.append(child)
                 waiting.append(child)
-    return found
+    return descendants
 
 
 def _list_children(pid: int) -> list[int]:

@@ -209,8 +209,8 @@ def _drop_inner_frames(frames: TracebackType | None) -> TracebackType | None:
     while len(chain) > 1 and any(part in chain[-1].tb_frame.f_code.co_filename for part in INNER):
         chain.pop()
     kept: TracebackType | None = None
-    for each in reversed(chain):
-        kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    for entry in reversed(chain):
+        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept
 
 

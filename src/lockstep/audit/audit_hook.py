@@ -294,16 +294,16 @@ class Audit(StepHook):
             StateError: The micro-batch depends on something else than its inputs.
             WorkError: Ranks or cores compute different results, and it is unknown which is wrong.
         """
-        found: list[Compared] = summary.hooks[self.name]
-        if summary.failure is not None or not found:
+        compared: list[Compared] = summary.hooks[self.name]
+        if summary.failure is not None or not compared:
             return
         if self._mode == "trace":
             self._conclude(step)
         if self._mode == "check":
-            bits = {(microbatch, one.bits) for microbatch, one in found}
+            bits = {(microbatch, one.bits) for microbatch, one in compared}
             differing = [index for index, count in Counter(m for m, _ in bits).items() if count > 1]
             self._suspect = min(differing, default=None)
-        self._computations += [one for microbatch, one in found if microbatch == self._suspect]
+        self._computations += [one for microbatch, one in compared if microbatch == self._suspect]
         if self._suspect is None:
             return
         if self._mode == "check":
@@ -407,10 +407,10 @@ class Audit(StepHook):
         is_corrected: bool,
     ) -> dict[str, Any]:
         """Return the fields of the finding about a fault."""
-        found = culprit.describe_fault(step.number, self._plan.microbatch, message)
+        fault = culprit.describe_fault(step.number, self._plan.microbatch, message)
         count = self._corrections[culprit.rank] + 1
         fields = {"module": module, "operator": operator, "corrected": is_corrected, "count": count}
-        return found | fields
+        return fault | fields
 
     def _send(self, step: StepContext, value: Any, source: int, doing: str) -> Any:
         """Return the value of rank `source`, on every rank; None if it cannot be pickled."""

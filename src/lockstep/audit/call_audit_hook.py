@@ -120,9 +120,9 @@ class CallAuditHook(StepHook):
             WorkError: A processor is faulty.
             RepeatStep: Gradients contain a wrong result.
         """
-        found = summary.hooks[self.name] if summary.failure is None else []
-        findings = [entry for entry in found if "error" not in entry]
-        errors = [entry["error"] for entry in found if "error" in entry]
+        entries = summary.hooks[self.name] if summary.failure is None else []
+        findings = [entry for entry in entries if "error" not in entry]
+        errors = [entry["error"] for entry in entries if "error" in entry]
         is_wrong = any(finding["corrected"] for finding in findings)
         for finding in findings if errors or is_wrong else ():
             self._record(finding)

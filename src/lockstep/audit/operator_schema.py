@@ -107,12 +107,12 @@ class OperatorSchema:
         written: list[torch.Tensor] = []
         overwritten: list[torch.Tensor] = []
         for name, value in values.items():
-            found = tensors_in([value])
+            tensors = tensors_in([value])
             if name in self.unread:
-                overwritten += found
+                overwritten += tensors
             else:
-                read += found
-                written += found if name in self.written else []
+                read += tensors
+                written += tensors if name in self.written else []
         return read, written, overwritten
 
     def format_arguments(self, values: Mapping[str, Any]) -> str:
@@ -138,20 +138,22 @@ def describe_operator(operator: Any) -> OperatorSchema:
     plain = schema.name.rpartition("::")[2]
     overload = f".{schema.overload_name}" if schema.overload_name else ""
     writable = [
-        each
-        for each in schema.arguments
-        if each.alias_info is not None and each.alias_info.is_write
+        argument
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    written = [each.name for each in writable]
+    written = [argument.name for argument in writable]
     written += UNDECLARED_WRITES.get(plain, ()) if namespace == "aten" else ()
     is_overwriting = plain in OVERWRITING
     tags = set(operator.tags)
     is_constant = namespace == "aten" and plain in CONSTANTS
     return OperatorSchema(
         name=f"{namespace}.{plain}{overload}",
-        arguments=() if is_constant else tuple(each.name for each in schema.arguments),
+        arguments=() if is_constant else tuple(argument.name for argument in schema.arguments),
         written=tuple(written),
-        unread=frozenset(each.name for each in writable if is_overwriting or each.is_out),
+        unread=frozenset(
+            argument.name for argument in writable if is_overwriting or argument.is_out
+        ),
         is_view=not is_constant and (operator.is_view or torch.Tag.inplace_view in tags),
         makes_empty=namespace == "aten" and plain in EMPTY,
         is_random=torch.Tag.nondeterministic_seeded in tags,
@@ -162,19 +164,19 @@ def describe_operator(operator: Any) -> OperatorSchema:
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among arguments or results, which may be lists of tensors."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def format_value(value: Any) -> str:
     """Return a number or setting as text, the same in every process; "" for other objects."""
     if isinstance(value, (list, tuple)):
-        parts = [format_value(each) for each in value]
+        parts = [format_value(item) for item in value]
         return f"[{', '.join(parts)}]" if any(parts) or not parts else ""
     plain = (
         bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format

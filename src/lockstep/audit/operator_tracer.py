@@ -104,9 +104,9 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
     def select(self, batch: Batch) -> Batch:
         """Record the data of this rank's micro-batches, before any module can write into it."""
         with _disable_current_modes():  # do not record the operators of checksums
-            for each in batch.microbatches:
-                if each.data is not None:
-                    self.record_data(each.index, each.data)
+            for microbatch in batch.microbatches:
+                if microbatch.data is not None:
+                    self.record_data(microbatch.index, microbatch.data)
         return batch
 
     def record_phase(self, phase: Phase) -> AbstractContextManager[None]:
@@ -158,7 +158,7 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         kwargs = kwargs or {}
         schema = describe_operator(func)
         is_internal = schema.is_ignored or is_exchange_of_shards(sys._getframe(1))
-        if is_internal or any(issubclass(each, FakeTensor) for each in types):
+        if is_internal or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         index = len(self.calls)
         memory = self._memory
@@ -170,8 +170,8 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         site = self._sites.find(sys._getframe(1))
         values = schema.bind(args, kwargs)
         read, written, overwritten = schema.tensors(values)
-        inputs = tuple(_checksum(each) if is_computing else UNKNOWN for each in read)
-        input_types = tuple(self._describe(each, site) for each in read)
+        inputs = tuple(_checksum(tensor) if is_computing else UNKNOWN for tensor in read)
+        input_types = tuple(self._describe(tensor, site) for tensor in read)
         producers = memory.producers(read)
         earlier = memory.earlier_writers(overwritten)
         kept = _copy(read) if is_kept else []
@@ -185,7 +185,7 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         after = _checksum_state(generator)
         if schema.is_opaque:
             known = zip(read, inputs, strict=True)
-            written = [each for each, seen in known if _checksum(each) != seen]
+            written = [tensor for tensor, seen in known if _checksum(tensor) != seen]
         made = _distinct([*tree_leaves(result), *written, *overwritten])
         memory.note_writes(tensors_in(made), index)
         if is_kept:
@@ -201,7 +201,7 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
             arguments=schema.format_arguments(values),
             generator=(before, after),
             input_types=input_types,
-            output_types=tuple(self._describe(each, site) for each in made),
+            output_types=tuple(self._describe(value, site) for value in made),
             producers=producers,
             source=site.source,
             earlier=earlier,
@@ -230,10 +230,10 @@ class _Memory:
     def earlier_writers(self, overwritten: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """Return the last calls that wrote to memory that is about to be partly overwritten."""
         parts = (
-            each
-            for each in overwritten
-            if _address(each)
-            and each.numel() * each.element_size() < each.untyped_storage().nbytes()
+            tensor
+            for tensor in overwritten
+            if _address(tensor)
+            and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
         )
         return tuple(index for index in map(self._find_writer, parts) if index >= 0)
 
@@ -244,9 +244,9 @@ class _Memory:
 
     def note_writes(self, tensors: Iterable[torch.Tensor], index: int) -> None:
         """Note that a call returned or wrote these tensors."""
-        for each in tensors:
-            if address := _address(each):
-                self._writers[address] = StorageWeakRef(each.untyped_storage()), index
+        for tensor in tensors:
+            if address := _address(tensor):
+                self._writers[address] = StorageWeakRef(tensor.untyped_storage()), index
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -275,12 +275,12 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def _copy(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies on the CPU, because another process reads them."""
-    return [each.detach().clone().cpu() for each in tensors]
+    return [tensor.detach().clone().cpu() for tensor in tensors]
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
     """Return the values without duplicates and None."""
-    return list({id(each): each for each in values if each is not None}.values())
+    return list({id(value): value for value in values if value is not None}.values())
 
 
 def _find_generator(values: Mapping[str, Any]) -> torch.Generator:
@@ -288,7 +288,7 @@ def _find_generator(values: Mapping[str, Any]) -> torch.Generator:
     for value in values.values():
         if isinstance(value, torch.Generator):
             return value
-    device = next((each.device for each in tensors_in(values.values())), values.get("device"))
+    device = next((tensor.device for tensor in tensors_in(values.values())), values.get("device"))
     return default_generator(torch.device("cpu" if device is None else device))
 
 

@@ -450,9 +450,9 @@ def _find_starts() -> list[Any]:
     """
     # Hooks run in another thread on a GPU. No variable here may refer to a frame: that of this
     # function would refer to itself, and keep the callers' gradients until garbage is collected.
-    found = map(_find_start, sys._current_frames().values())
-    passes = [start for start in found if start is not None]
+    starts = map(_find_start, sys._current_frames().values())
+    passes = [start for start in starts if start is not None]
     if len(passes) != 1:
         raise CannotRepeatError("several threads run backward passes")
-    (starts,) = passes
-    return [starts] if isinstance(starts, torch.Tensor) else [*starts]
+    (only,) = passes
+    return [only] if isinstance(only, torch.Tensor) else [*only]

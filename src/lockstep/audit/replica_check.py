@@ -113,13 +113,13 @@ class ReplicaCheck(StepHook):
         values = self._find_values()
         self._shards = dict[str, int]()
         self._hashes = {name: _hash(one) for name, one in values.items() if not is_sharded(one)}
-        found: dict[str, str | None] = {str(self._parallel.position): combine_hashes(self._hashes)}
+        hashes: dict[str, str | None] = {str(self._parallel.position): combine_hashes(self._hashes)}
         if len(self._parallel.hosts) > 1:
             about = f"shard {self._parallel.part[0]}"
             shards = {name: local_part(one) for name, one in values.items() if is_sharded(one)}
             self._shards = {f"{name} ({about})": _hash(one) for name, one in shards.items()}
-            found |= {about: combine_hashes(self._shards)} if shards else {}
-        return found
+            hashes |= {about: combine_hashes(self._shards)} if shards else {}
+        return hashes
 
     def merge(
         self, left: dict[str, str | None], right: dict[str, str | None]

@@ -38,10 +38,10 @@ def find_rows(name: str, read_shape: Callable[[str], Sequence[int]], wanted: Row
     ranks = int(match[2]) if match else 1
     names = [f"{whole}/shard-{rank}-of-{ranks}" for rank in range(ranks)] if match else [name]
     path = (whole if match else name).partition("/")[2]
-    if (found := wanted.get(path) or wanted.get(path.rpartition("/")[0])) is None:
+    if (entry := wanted.get(path) or wanted.get(path.rpartition("/")[0])) is None:
         return None
     counts = [[*read_shape(part), 0][0] for part in names]
-    shape, rows = found
+    shape, rows = entry
     if [sum(counts), *read_shape(name)[1:]] != [*shape]:
         return None
     begin = sum(counts[: names.index(name)])

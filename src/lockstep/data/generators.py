@@ -41,13 +41,13 @@ def is_private_generator(value: Any) -> bool:
 
 def find_private_generators(owner: Any) -> list[Any]:
     """Return the private generators in the attributes of an object, and of the objects there."""
-    found: list[Any] = []
+    generators: list[Any] = []
     seen = {id(owner)}
     waiting = deque([owner])
     while waiting:
         value = waiting.popleft()
         if is_private_generator(value):
-            found.append(value)
+            generators.append(value)
             continue
         parts = value if isinstance(value, (list, tuple, dict)) else getattr(value, "__dict__", {})
         if isinstance(value, (type, torch.Tensor, ModuleType)) or len(parts) > LIMIT:
@@ -56,7 +56,7 @@ def find_private_generators(owner: Any) -> list[Any]:
             if id(part) not in seen and len(seen) < LIMIT:
                 seen.add(id(part))
                 waiting.append(part)
-    return found
+    return generators
 
 
 def generator_state(generator: Any) -> Any:

@@ -192,7 +192,7 @@ class ExactStrategy(DDPStrategy):
             return any(isinstance(callback, kind) for callback in trainer.callbacks)
 
         has_batch_norm = StochasticWeightAveraging.pl_module_contains_batch_norm(module)
-        found = {
+        refused = {
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}; leave it out: a batch has "
             f"microbatches={self.microbatches} on any number of ranks": (
                 trainer.accumulate_grad_batches != 1
@@ -212,7 +212,7 @@ class ExactStrategy(DDPStrategy):
             "a checkpoint that was saved with another strategy": trainer.ckpt_path is not None
             and self._position is None,
         }
-        for name, is_used in found.items():
+        for name, is_used in refused.items():
             if is_used:
                 raise UsageError(f"ExactStrategy cannot train with {name}")
 

@@ -287,19 +287,19 @@ def _require_exact(metric: Metric, name: str, is_training: bool) -> None:
 @contextmanager
 def refusing_inexact_syncs(module: LightningModule) -> Iterator[None]:
     """Let torchmetrics combine no states of the ranks in the body whose sums are rounded."""
-    found = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
-    before = {name: metric.dist_sync_fn for name, metric in found.items()}
+    metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+    before = {name: metric.dist_sync_fn for name, metric in metrics.items()}
 
     def sync(name: str, metric: Metric, *args: Any, **options: Any) -> Any:
         _require_exact(metric, name, False)
         return (before[name] or gather_all_tensors)(*args, **options)
 
-    for name, metric in found.items():
+    for name, metric in metrics.items():
         metric.dist_sync_fn = partial(sync, name, metric)
     try:
         yield
     finally:
-        for name, metric in found.items():
+        for name, metric in metrics.items():
             metric.dist_sync_fn = before[name]
 
 
@@ -309,9 +309,9 @@ def _merge_states(metric: Metric, gather: GatherFn) -> None:
         if not isinstance(part, Metric):
             continue
         states = {name: getattr(part, name) for name in part._reductions}
-        found = exchange_values(gather, (part._update_count, states), "merging metrics with")
-        part._update_count = sum(count for count, _ in found)
-        everyone = [states for _, states in found]
+        exchanged = exchange_values(gather, (part._update_count, states), "merging metrics with")
+        part._update_count = sum(count for count, _ in exchanged)
+        everyone = [states for _, states in exchanged]
         for name, reduction in part._reductions.items():
             values = [states[name] for states in everyone]
             if isinstance(values[0], list):

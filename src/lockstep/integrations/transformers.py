@@ -120,7 +120,7 @@ class ExactTrainer(Trainer):
     def _reject(self) -> None:
         """Raise UsageError for what cannot be exact."""
         settings = self.args
-        found = {
+        refused = {
             "DataParallel; start one process per GPU": settings.n_gpu > 1,
             "DeepSpeed or FSDP": self.is_deepspeed_enabled or self.is_fsdp_enabled,
             "average_tokens_across_devices=False": not settings.average_tokens_across_devices,
@@ -133,7 +133,7 @@ class ExactTrainer(Trainer):
                 settings.gradient_accumulation_steps != 1
             ),
         }
-        for name, is_used in found.items():
+        for name, is_used in refused.items():
             if is_used:
                 raise UsageError(f"ExactTrainer cannot train with {name}")
 
@@ -365,11 +365,11 @@ class ExactTrainer(Trainer):
         """Restore the generators of rank 0 on every rank, for they are equal."""
         if checkpoint is None:
             return
-        found = [path for name in RNG_STATES if (path := Path(checkpoint) / name).exists()]
-        if not found:
+        paths = [path for name in RNG_STATES if (path := Path(checkpoint) / name).exists()]
+        if not paths:
             return
         with safe_globals():
-            saved = torch.load(max(found, key=lambda path: path.stat().st_mtime), weights_only=True)
+            saved = torch.load(max(paths, key=lambda path: path.stat().st_mtime), weights_only=True)
         device = torch.device(self.args.device)
         states = {"torch": saved["cpu"], "random": saved["python"], "numpy": saved["numpy"]}
         of_device = saved.get(device.type)

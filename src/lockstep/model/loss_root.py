@@ -111,8 +111,8 @@ def warn_of_denominator(step: StepContext, loss: torch.Tensor, size: int, call: 
 
 def _ignores_targets(loss: torch.Tensor) -> bool:
     """Return whether a loss contains a mean of torch over targets that do not all count alike."""
-    found: list[Any] = [loss.grad_fn]
-    for operation in found:
+    operations: list[Any] = [loss.grad_fn]
+    for operation in operations:
         if operation is None:
             continue
         if operation.name() in ("NllLossBackward0", "NllLoss2DBackward0"):
@@ -122,8 +122,8 @@ def _ignores_targets(loss: torch.Tensor) -> bool:
                 operation._saved_weight is not None
                 or bool((operation._saved_target == ignored).any())
             )
-        if len(found) < REACHED:
-            found += [before for before, _ in operation.next_functions]
+        if len(operations) < REACHED:
+            operations += [before for before, _ in operation.next_functions]
     return False
 
 

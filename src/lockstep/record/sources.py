@@ -74,8 +74,8 @@ def _find_files() -> list[str]:
 def find_module_files() -> list[str]:
     """Return the `__file__` of each imported module of the program itself; some are relative."""
     # A module may run code when its attributes are read, so only its dict is read.
-    found = [getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()]]
-    files = [file for file in found if isinstance(file, str) and file.endswith(".py")]
+    names = [getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()]]
+    files = [file for file in names if isinstance(file, str) and file.endswith(".py")]
     return [file for file in files if is_user_code(file) or os.pardir in file]
 
 

@@ -182,7 +182,7 @@ def require_complete_state(
                 middle = {name: one.detach().clone() for name, one in whole.parameters.items()}
                 seed_all(1, device)
                 whole.step(gradients[steps:])
-                found = dict(whole.hash_attributes())
+                expected = dict(whole.hash_attributes())
                 break
             except Exception as error:  # of any kind: a real step may work, or will raise it
                 failure = error
@@ -200,7 +200,7 @@ def require_complete_state(
             load_whole_state(resumed.optimizer, state)
             seed_all(1, device)
             resumed.step(gradients[steps:])
-            hidden = [n for n, hashes in resumed.hash_attributes() if hashes != found.get(n)]
+            hidden = [n for n, hashes in resumed.hash_attributes() if hashes != expected.get(n)]
         except Exception as error:
             raise UsageError(
                 f"{kind} does not continue from its state_dict(), of which a checkpoint has the "

@@ -178,7 +178,7 @@ class HostGroup:
             error: Gloo's message.
         """
         if is_gloo_timeout(error):
-            found = Failure(
+            observed = Failure(
                 f"{self.describe(self.rank)} timed out after {seconds:g} s in {call}, waiting for "
                 f"{awaited}: check that every rank makes this call, and that the network between "
                 "the hosts works"
@@ -188,8 +188,8 @@ class HostGroup:
             rank = None if closed is None else self.global_rank(closed)
             is_lost = says_lost_connection(error)
             reason = self._explain_connection(closed, error)
-            found = Failure(reason, "closed", rank) if is_lost else Failure(reason)
-        failure = self.fail(found)
+            observed = Failure(reason, "closed", rank) if is_lost else Failure(reason)
+        failure = self.fail(observed)
         return self._make_error(call, failure, failure.reason)
 
     def has_ended(self) -> bool:

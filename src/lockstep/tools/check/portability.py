@@ -44,14 +44,14 @@ class OperatorNames(TorchDispatchMode):
     """Records which operators torch executes that are not portable.
 
     Attributes:
-        found: The reason for each operator.
+        reasons: The reason for each operator.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
 
     def __torch_dispatch__(
         self,
@@ -63,8 +63,8 @@ class OperatorNames(TorchDispatchMode):
         """Execute an operator, and note it if it is not portable."""
         result = func(*args, **(kwargs or {}))
         name = str(func)
-        if name not in self.found and (reason := _find_reason(name, [args, kwargs, result])):
-            self.found[name] = reason
+        if name not in self.reasons and (reason := _find_reason(name, [args, kwargs, result])):
+            self.reasons[name] = reason
         return result
 
 
@@ -107,8 +107,8 @@ def find_unportable(
     run = launch_session(_start, (script, tuple(arguments), steps), timeout=timeout)
     if run.error is not None:
         raise run.error
-    ((found,),) = run.values
-    return [{"operator": name, "reason": reason} for name, reason in found.items()]
+    ((reasons,),) = run.values
+    return [{"operator": name, "reason": reason} for name, reason in reasons.items()]
 
 
 def _start(
@@ -127,7 +127,7 @@ def _start(
                 run_script(script, arguments)
         finally:
             if "torch._inductor.graph" in sys.modules:
-                names.found["torch.compile"] = "inductor generates code for the processor"
-            record(names.found)
+                names.reasons["torch.compile"] = "inductor generates code for the processor"
+            record(names.reasons)
 
     return CheckSession(Layout(1), steps, lambda fingerprint: None), run

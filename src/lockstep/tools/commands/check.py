@@ -136,7 +136,7 @@ def _print_unportable(unportable: Sequence[Mapping[str, str]] | None, script: st
     from lockstep.tools.report.terminal import print_table
 
     if unportable:
-        rows = [[each["operator"], each["reason"]] for each in unportable]
+        rows = [[entry["operator"], entry["reason"]] for entry in unportable]
         click.echo("\nOther bits on another processor, even with portable arithmetic:\n")
         print_table(("operator", "why"), rows)
     elif unportable is not None:

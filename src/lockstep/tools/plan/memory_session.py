@@ -89,9 +89,9 @@ class MemorySession:
         """Return why the backend or an optimizer excludes "shared" or "sharded" storage."""
         names: dict[torch.Tensor, str] = {one: name for name, one in module.named_parameters()}
         backend = "" if world().backend == "lockstep" else 'it needs the backend "lockstep"'
-        found = {"shared": backend, "sharded": ""}
+        refusals = {"shared": backend, "sharded": ""}
         if len(self.optimizers) > 1:
-            found["shared"] = "it steps one optimizer"
+            refusals["shared"] = "it steps one optimizer"
         for optimizer in self.optimizers:
             checks: dict[str, Callable[[], None]] = {
                 "shared": partial(require_elementwise, optimizer),
@@ -101,8 +101,8 @@ class MemorySession:
                 try:
                     check()
                 except UsageError as error:
-                    found[storage] = found[storage] or error.reason
-        return {storage: reason for storage, reason in found.items() if reason}
+                    refusals[storage] = refusals[storage] or error.reason
+        return {storage: reason for storage, reason in refusals.items() if reason}
 
     def end(self, training: TrainingMemory) -> NoReturn:
         """Record what was measured, and raise SessionComplete, which ends the script."""

@@ -190,8 +190,8 @@ def find_slowest_rank(run: Run) -> SlowestRank | None:
     excess = float(means[rank] / np.nanmean(means) - 1)
     above = times[:, rank] - np.nanmean(times, axis=1)
     category = list(WORK)[int(np.argmax(above))]
-    found = SlowestRank(rank, float(means[rank]), excess, category)
-    return found if excess > MIN_EXCESS else None
+    slowest = SlowestRank(rank, float(means[rank]), excess, category)
+    return slowest if excess > MIN_EXCESS else None
 
 
 def find_longest_work(run: Run) -> float:

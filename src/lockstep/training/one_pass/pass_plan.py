@@ -195,21 +195,21 @@ def _find_turns(
         CannotJoin: The numbers are not known.
     """
     known: dict[int, set[int]] = {}
-    found: list[tuple[int, set[int]] | None] = []
+    candidates: list[tuple[int, set[int]] | None] = []
     for call, rule in zip(calls, rules, strict=True):
         if rule is None or not rule.tensors or rule.draws or not call.turns:
-            found.append(None)
+            candidates.append(None)
             continue
         tensors = _list_tensors(call.arguments)
         counts = {tensors[n].sizes[dimension] // segments for n, dimension in rule.tensors}
         fitting = set.intersection(*(set(call.turns[n]) for n, _ in rule.tensors))
         rows = max(counts)
         is_alike = len(counts) == 1 and rows != samples
-        found.append((rows, fitting) if is_alike else None)
+        candidates.append((rows, fitting) if is_alike else None)
         if is_alike and len(fitting) == 1:
             known.setdefault(rows, set()).update(fitting)
     completed: list[Slices | None] = []
-    for rule, entry in zip(rules, found, strict=True):
+    for rule, entry in zip(rules, candidates, strict=True):
         if rule is None or entry is None:
             completed.append(rule)
             continue

@@ -52,9 +52,11 @@ def describe_all(state: TrainingState, stateful: Mapping[str, Stateful]) -> str:
         engine.settle()  # a step of a loop is counted at its next call
     states = [state, *(engine.state for engine in engines)]
     objects = [one for one in stateful.values() if not isinstance(one, Services)]
-    described = [describe_objects(each, objects) for each in states]
-    buffers = [read_version(buffer) for each in states for buffer in each.module.buffers()]
-    others = [[each.position.steps, each.optimization.scheduler_state()] for each in states]
+    described = [describe_objects(training, objects) for training in states]
+    buffers = [read_version(buffer) for training in states for buffer in training.module.buffers()]
+    others = [
+        [training.position.steps, training.optimization.scheduler_state()] for training in states
+    ]
     generators = {
         name: value.tolist() if isinstance(value, torch.Tensor) else repr(value)
         for name, value in global_states(state.parallel.device).items()

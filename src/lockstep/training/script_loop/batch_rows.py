@@ -68,17 +68,17 @@ def gather_rows(
     header = json.dumps([problem, kinds, list(rows)]).encode()
     about = f"gathering rows {label.about}"
     messages = step.parallel.messages.gather(header + END + packed, about, label.remark)
-    found = [(*json.loads(head), data) for head, _, data in (m.partition(END) for m in messages)]
-    if problems := [problem for problem, *_ in found if problem]:
+    gathered = [(*json.loads(head), data) for head, _, data in (m.partition(END) for m in messages)]
+    if problems := [problem for problem, *_ in gathered if problem]:
         raise UsageError(problems[0])
-    known = {rank: kinds for rank, (_, kinds, indices, _) in enumerate(found) if indices}
+    known = {rank: kinds for rank, (_, kinds, indices, _) in enumerate(gathered) if indices}
     first = next(iter(known), 0)
     if other := next((rank for rank, kinds in known.items() if kinds != known[first]), 0):
         raise UsageError(
             f"rank {other}, step {step.number}: the rows have dtypes and shapes {known[other]}, "
             f"those of rank {first} {known[first]}: let every micro-batch have the same"
         )
-    missing = {*range(leaves)}.difference(*(indices for _, _, indices, _ in found))
+    missing = {*range(leaves)}.difference(*(indices for _, _, indices, _ in gathered))
     if not known or (missing and not is_part):
         raise UsageError(
             f"step {step.number}: {len(missing)} of {leaves} micro-batches have no rows, such as "
@@ -88,7 +88,7 @@ def gather_rows(
         torch.zeros(step.batch.size, *shape, dtype=getattr(torch, dtype))
         for dtype, *shape in known[first]
     ]
-    for _, _, indices, data in found:
+    for _, _, indices, data in gathered:
         position = 0
         own = [row for index in indices for row in spans[index]]
         for column in result:
@@ -117,12 +117,12 @@ def _read_kinds(
                     "of one tensor per view",
                     [],
                 )
-        found = [[str(t.dtype).removeprefix("torch."), *t.shape[1:]] for t in tensors]
-        if kinds and found != kinds:
+        described = [[str(t.dtype).removeprefix("torch."), *t.shape[1:]] for t in tensors]
+        if kinds and described != kinds:
             return (
-                f"{step.place(index)}: the rows have dtypes and shapes {found}, those of an "
+                f"{step.place(index)}: the rows have dtypes and shapes {described}, those of an "
                 f"earlier micro-batch {kinds}: let every micro-batch have the same",
                 [],
             )
-        kinds = found
+        kinds = described
     return "", kinds

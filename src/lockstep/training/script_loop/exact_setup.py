@@ -404,7 +404,7 @@ def _follow(
         own = [optimization.schedules[number].scheduler, *(saved or [])]
         # torch marks the step of an optimizer when a scheduler is made for it.
         has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        is_known = any(getattr(each, "optimizer", None) is optimizer for each in own)
+        is_known = any(getattr(scheduler, "optimizer", None) is optimizer for scheduler in own)
         if saved is not None and has_scheduler and not is_known:
             raise UsageError(
                 f"a learning-rate scheduler of the {type(optimizer).__name__} that ls.exact does "

@@ -82,10 +82,10 @@ class LoopWatch:
         skip = [part for holder in HOLDERS for part in holder.list_modules()]
         skip += [part for root in layout.loss_module().values() for part in root.modules()]
         caller = _find_script_frame(frame)
-        found = [] if caller is None else find_reachable_from_frame(caller, skip, MOST)
-        self._generators = [one for one in found if is_private_generator(one.value)]
+        reached = [] if caller is None else find_reachable_from_frame(caller, skip, MOST)
+        self._generators = [one for one in reached if is_private_generator(one.value)]
         # A weak proxy of a module is none itself; Lightning keeps one of a part of the model.
-        self._modules = [one for one in found if issubclass(type(one.value), nn.Module)]
+        self._modules = [one for one in reached if issubclass(type(one.value), nn.Module)]
 
     def _read(self) -> list[Any]:
         states = [repr(generator_state(holder.value)) for holder in self._generators]

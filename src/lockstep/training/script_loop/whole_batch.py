@@ -78,8 +78,8 @@ def backward_whole_batch(
     loop.record_mean(value)
     with parallel.without_autocast():
         root, gradient = loop.roots.find(value, 1.0)
-        found = torch.autograd.grad(root, [*used, *trained], gradient, allow_unused=True)
-    gradients = {id(one): part for one, part in zip([*used, *trained], found, strict=True)}
+        parts = torch.autograd.grad(root, [*used, *trained], gradient, allow_unused=True)
+    gradients = {id(one): part for one, part in zip([*used, *trained], parts, strict=True)}
     spans = find_microbatch_rows(step)
     for data in loop.microbatches(*batches):
         index = loop.microbatch.index

@@ -347,19 +347,19 @@ class SharedOptimizer:
         # The topic is the same at every call: one rank may read the state alone, before the step in
         # which the others publish it. The exchange also waits for the writes of all ranks.
         messages = map(json.loads, all_gather_bytes(message, EDITS, self._group))
-        found: dict[int, list[str]] = {}
+        by_parameter: dict[int, list[str]] = {}
         failure: UsageError | None = None
         for of_rank, refusal, is_of_layout in messages:
             if refusal and failure is None:
                 failure = LayoutError(refusal) if is_of_layout else UsageError(refusal)
             for number, present in of_rank.items():
-                if found.setdefault(int(number), present) != present:
+                if by_parameter.setdefault(int(number), present) != present:
                     failure = failure or self._refuse_part(int(number))
         if failure is not None:
             raise failure
-        for index, present in found.items():
+        for index, present in by_parameter.items():
             self._missing[index] = {*self._get_entries(index)} - {*present}
-        self.stepped = {index for index, present in found.items() if present}
+        self.stepped = {index for index, present in by_parameter.items() if present}
         # A script that clears the whole state also means what no piece shows, of frozen parameters.
         self._kept = self._kept if self.stepped else {}
         self.stepped |= {*self._kept}

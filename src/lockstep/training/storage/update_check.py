@@ -163,10 +163,10 @@ class UpdateCheck(StepHook):
         Raises:
             WorkError: A processor is faulty, and the weights contain what it has computed.
         """
-        found = summary.hooks[self.name] if summary.failure is None else []
-        errors = [entry["error"] for entry in found if "error" in entry]
+        entries = summary.hooks[self.name] if summary.failure is None else []
+        errors = [entry["error"] for entry in entries if "error" in entry]
         if errors:
-            self._record(found)
+            self._record(entries)
             raise WorkError(errors[0])
 
     def commit(self, step: StepContext) -> None:
@@ -263,8 +263,8 @@ class UpdateCheck(StepHook):
                 f"{reason}. The weights contain one of these results: continue from the last "
                 "checkpoint before this step, on other cores or another host"
             )
-            found = culprit or own.computation._replace(core=-1)
-            self._note(found, name, message, is_corrected=False)
+            suspect = culprit or own.computation._replace(core=-1)
+            self._note(suspect, name, message, is_corrected=False)
             self._found.append({"error": message})
             return
         is_own = culprit is own.computation
