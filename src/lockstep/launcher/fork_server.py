@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.channel import Channel, open_pair
+from lockstep.user_code import PACKAGE
 
 __all__ = [
     "ForkServer",
@@ -51,7 +52,6 @@ PRELOADED = (
     "torch._dynamo",
     "lockstep.training.trainer",
 )
-PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class ForkServer:
@@ -204,7 +204,8 @@ def spawn_fork_server(
     """
     ours, theirs = open_pair()
     number = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)  # 0 to 2 may have been closed
-    finds = f"sys.path[:] = {list(path)!r}" if path else f"sys.path.append({PACKAGES!r})"
+    own = os.path.dirname(PACKAGE)
+    finds = f"sys.path[:] = {list(path)!r}" if path else f"sys.path.append({own!r})"
     module = call.partition("(")[0].rpartition(".")[0]
     code = f"import sys; {finds}; import {module}; {call.format(number)}"
     process = subprocess.Popen(

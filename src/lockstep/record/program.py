@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.launcher.rank_process import get_launch_number, get_task
 from lockstep.launcher.run_folder import find_description, find_launch_folder
 from lockstep.launcher.tracebacks import find_ipython_shell
-from lockstep.user_code import INSTALLED
+from lockstep.user_code import INSTALLED, PACKAGE
 
 __all__ = [
     "REPLAYABLE",
@@ -40,7 +40,6 @@ REPLAYABLE = ("script", "module", "function", "recipe")
 """The kinds of programs that can run again from their descriptions."""
 
 INSTALLATION = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def describe_program(kind: str | None = None, target: str | None = None) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def _is_installed(entry: str) -> bool:
     path = os.path.abspath(entry)
     is_archive = path.endswith(".zip") and path.startswith(os.path.dirname(INSTALLATION[0]))
     return (
-        path == PACKAGE_FOLDER
+        path == os.path.dirname(PACKAGE)
         or is_archive
         or path.startswith(INSTALLATION)
         or any(part in f"{path}/" for part in INSTALLED)
