@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep as ls
-from lockstep.kernel.buffers import Buffers, merge_reports
+from lockstep.kernel.buffers import Buffers, as_bytes, merge_reports
 from lockstep.kernel.errors import BufferMismatchError, DisagreementError, UsageError
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.tree import nodes_of
@@ -293,3 +293,11 @@ def test_modules_of_torch_need_no_rules(module):
     trainer = ls.Trainer(module, nn.MSELoss(), SGD, microbatches=2)
     trainer.step((torch.randn(8, 4), torch.randn(8, 4)))
     trainer.step((torch.randn(8, 4), torch.randn(8, 4)))
+
+
+def test_a_single_element_with_any_stride_has_bytes():
+    """Torch calls it contiguous, and cannot view its bytes."""
+    single = torch.ones(1, 8)[:, 0].as_strided((1,), (8,))
+    assert bytes(as_bytes(single).tolist()) == bytes(as_bytes(torch.ones(1)).tolist())
+    as_bytes(single).zero_()
+    assert single.item() == 0

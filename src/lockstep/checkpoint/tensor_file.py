@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 import xxhash
 
-from lockstep.comm.collectives import as_bytes
+from lockstep.kernel.buffers import as_bytes
 
 __all__ = ["DTYPES", "checksum_file", "sort_tensors", "write_tensors"]
 

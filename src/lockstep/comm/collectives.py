@@ -20,13 +20,13 @@ import torch.distributed as dist
 from lockstep.comm.activity import Waiting
 from lockstep.comm.backend import of_group
 from lockstep.devices import is_accelerator
+from lockstep.kernel.buffers import as_bytes
 from lockstep.kernel.errors import DisagreementError
 
 __all__ = [
     "all_gather_bytes",
     "all_gather_single",
     "all_reduce_messages",
-    "as_bytes",
     "broadcast_bytes",
     "broadcast_tensors",
     "gather_unless_equal",
@@ -47,12 +47,6 @@ PIECE = 32 << 20
 """The size of the buffers of a broadcast, in bytes."""
 
 Value = TypeVar("Value")
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as a vector of bytes."""
-    # Torch calls a single element with any stride contiguous, and then cannot view its bytes.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def message_device(group: dist.ProcessGroup | None = None) -> torch.device:

@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import ALIGNMENT, parts
-from lockstep.comm.collectives import all_gather_single, as_bytes
+from lockstep.comm.collectives import all_gather_single
 from lockstep.comm.reproducible_all_reduce import Held, ReproducibleAllReduce
 from lockstep.comm.slice_plan import SlicePlan
+from lockstep.kernel.buffers import as_bytes
 
 __all__ = ["GroupTransport", "PortableAllReduce", "SliceTransport"]
 

@@ -21,9 +21,9 @@ from torch import nn
 from lockstep.comm.collectives import (
     all_gather_bytes,
     all_gather_single,
-    as_bytes,
 )
 from lockstep.comm.memory_format import in_layout_of
+from lockstep.kernel.buffers import as_bytes
 from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.tree import Node, total
 

@@ -42,6 +42,7 @@ __all__ = [
     "BufferReport",
     "BufferSlot",
     "Buffers",
+    "as_bytes",
     "have_same_bits",
     "merge_reports",
 ]
@@ -229,7 +230,7 @@ def have_same_bits(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[b
             same.append(is_alike)
         else:
             compare = torch.equal if left.is_cpu else torch.ne
-            same.append(compare(_as_bytes(left.contiguous()), _as_bytes(right.contiguous())))
+            same.append(compare(as_bytes(left.contiguous()), as_bytes(right.contiguous())))
     flags = [one.any() for one in same if isinstance(one, torch.Tensor)]
     differ = iter(torch.stack(flags).tolist() if flags else ())
     return [one if isinstance(one, bool) else not next(differ) for one in same]
@@ -467,7 +468,7 @@ class Buffers:
             return MARKS[rule]
         if not is_equal:
             return DIVERGED if rule == "mean" else REFUSED
-        data = b"" if is_alone else _as_bytes(first.cpu().contiguous()).numpy().data
+        data = b"" if is_alone else as_bytes(first.cpu().contiguous()).numpy().data
         mark = hashlib.blake2b(data, digest_size=8).hexdigest()
         return mark if rule == "mean" else EQUAL + mark
 
@@ -487,7 +488,7 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as a vector of bytes."""
     # Torch calls a single element with any stride contiguous, and then cannot view its bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

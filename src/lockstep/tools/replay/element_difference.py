@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.comm.collectives import as_bytes
+from lockstep.kernel.buffers import as_bytes
 
 __all__ = ["ElementDifference", "first_element_difference"]
 
