@@ -58,7 +58,7 @@ from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.training.hyperparameter_check import HyperparameterCheck
-from lockstep.training.one_pass.one_pass import make_one_pass
+from lockstep.training.one_pass.one_pass import OnePass, can_join
 from lockstep.training.optimization import Optimization, copy_on_meta, make_average
 from lockstep.training.optimizer_config import OptimizerConfig
 from lockstep.training.storage.sharded_storage import (
@@ -269,10 +269,10 @@ def _build_executor(
     )
     names = partitioner.block_names
     make_passes = None
-    if isinstance(gradients, GradientReducer) and not gradients.has_sparse:
-        make_passes = partial(
-            make_one_pass, parallel, model, parallel.modules_with(module), metrics
-        )
+    has_loss = parallel.loss is not None  # of a micro-batch, computed from its outputs
+    is_dense = isinstance(gradients, GradientReducer) and not gradients.has_sparse
+    if has_loss and is_dense and can_join(parallel, model, modules):
+        make_passes = partial(OnePass, parallel, model, modules, metrics)
     executor = WholeModelExecutor(
         parallel,
         model,

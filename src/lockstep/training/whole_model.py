@@ -49,7 +49,7 @@ class WholeModelExecutor:
         blocks: The names of its blocks, each of which has separate random numbers.
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
-        make_passes: Returns what computes several micro-batches together, if anything does.
+        make_passes: Makes what computes several micro-batches together; None: nothing does.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WholeModelExecutor:
         blocks: Sequence[str],
         metrics: Mapping[str, Metric],
         seed: int,
-        make_passes: Callable[[RngScopes, LossRoot], GroupedPasses | None] | None = None,
+        make_passes: Callable[[RngScopes, LossRoot], GroupedPasses] | None = None,
     ) -> None:
         self._parallel = parallel
         self._called = called

@@ -57,7 +57,7 @@ from lockstep.training.one_pass.pass_trial import (
     discard_results,
 )
 
-__all__ = ["OnePass", "OnePassNotes", "can_join", "make_one_pass"]
+__all__ = ["OnePass", "OnePassNotes", "can_join"]
 
 SCHEDULE = AuditConfig()
 """The steps in which a pass is compared with separate passes again."""
@@ -315,27 +315,6 @@ class OnePass:
             buffers=buffers,
             group=group,
         )
-
-
-def make_one_pass(
-    parallel: ParallelContext,
-    called: nn.Module,
-    modules: Mapping[str, nn.Module],
-    metrics: Mapping[str, Metric],
-    scopes: RngScopes,
-    roots: LossRoot,
-) -> OnePass | None:
-    """Return what computes several micro-batches together; None where this is impossible.
-
-    The arguments are those of `OnePass`.
-    """
-    is_possible = (
-        parallel.loss is not None  # the loss of a micro-batch is computed from its outputs
-        and can_join(parallel, called, modules)
-    )
-    if not is_possible:
-        return None
-    return OnePass(parallel, called, modules, metrics, scopes, roots)
 
 
 def can_join(

@@ -26,12 +26,12 @@ from lockstep.model.loss_root import LossRoot
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.grouped_samples import average
-from lockstep.training.one_pass.one_pass import SCHEDULE, OnePass, can_join
+from lockstep.training.one_pass.one_pass import SCHEDULE, OnePass
 from lockstep.training.one_pass.pass_attempt import PassAttempt, cut_rows, run_from_roots
 from lockstep.training.one_pass.pass_plan import CannotJoin
 from lockstep.training.one_pass.pass_trial import PassKind, Trial
 
-__all__ = ["ScriptPass", "ScriptPasses", "make_script_passes"]
+__all__ = ["ScriptPass", "ScriptPasses"]
 
 
 class ScriptPasses(OnePass):
@@ -140,19 +140,3 @@ class ScriptPass:
         for name, values in logged.items():
             for metrics, part in zip(attempt.results.metrics, values.chunk(segments), strict=True):
                 metrics[name] = average(part)
-
-
-def make_script_passes(
-    parallel: ParallelContext,
-    called: nn.Module,
-    modules: Mapping[str, nn.Module],
-    scopes: RngScopes,
-    roots: LossRoot,
-) -> ScriptPasses | None:
-    """Return what computes several micro-batches together; None where this is impossible.
-
-    The arguments are those of `ScriptPasses`.
-    """
-    if not can_join(parallel, called, modules):
-        return None
-    return ScriptPasses(parallel, called, modules, scopes, roots)

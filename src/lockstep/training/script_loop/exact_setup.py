@@ -57,7 +57,8 @@ from lockstep.training.engine import Engine, EngineOptions
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.model_setup import ModelSetup
-from lockstep.training.one_pass.script_passes import make_script_passes
+from lockstep.training.one_pass.one_pass import can_join
+from lockstep.training.one_pass.script_passes import ScriptPasses
 from lockstep.training.optimization import Optimization
 from lockstep.training.optimizer_config import OptimizerConfig, reject_broken_fused
 from lockstep.training.parallel_setup import find_replica_hosts
@@ -484,8 +485,9 @@ def _set_up(
     blocks = find_block_names(given.inner, None)
     modules = {"": module}
     make_passes = None
-    if isinstance(gradients, GradientReducer) and not gradients.has_sparse:
-        make_passes = partial(make_script_passes, parallel, given.inner, modules)
+    is_dense = isinstance(gradients, GradientReducer) and not gradients.has_sparse
+    if is_dense and can_join(parallel, given.inner, modules):
+        make_passes = partial(ScriptPasses, parallel, given.inner, modules)
     executor = ScriptExecutor(
         parallel,
         given.inner,
