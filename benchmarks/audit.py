@@ -48,7 +48,8 @@ WORKLOADS = [
 
 def measure(workload: Workload, pairs: int) -> list[tuple[float, float]]:
     """Return the seconds of an audited step and of another one, pair by pair."""
-    network, stages = NETWORKS["25m"], 2 if workload.kind == "2 stages" else 1
+    network = NETWORKS["25m"]
+    stages = 2 if workload.kind == "2 stages" else 1
     compute_loss = nn.CrossEntropyLoss()
     trainer = ls.Trainer(
         network.model(),

@@ -23,11 +23,13 @@ SIZES = [4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 def all_reduce(seconds: float) -> list[tuple[int, dict[str, list[float]]]]:
     """Return (bytes, seconds of every call by contender) for each size."""
     ls.init(backend="gloo", timeout=60)
-    n, ours = dist.get_world_size(), dist.new_group(backend="lockstep")
+    n = dist.get_world_size()
+    ours = dist.new_group(backend="lockstep")
     rows = []
     for size in SIZES:
         numel = size // 4
-        source, going = torch.full((numel,), dist.get_rank() + 1.0), torch.ones(1)
+        source = torch.full((numel,), dist.get_rank() + 1.0)
+        going = torch.ones(1)
         cases = {
             "gloo": (None, torch.empty(numel)),
             "private": (ours, torch.empty(numel)),

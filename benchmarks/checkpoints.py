@@ -31,7 +31,9 @@ import lockstep as ls
 
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
               "adamw": partial(torch.optim.AdamW, lr=1e-4)}  # fmt: skip
-WIDTH, BATCH, STEPS = 2048, 64, 8
+WIDTH = 2048
+BATCH = 64
+STEPS = 8
 
 RESUMED = """
 import sys, torch, lockstep as ls

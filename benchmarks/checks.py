@@ -148,7 +148,8 @@ def time_in_pairs(timed, pairs):
     found = []
     for pair in range(pairs):
         first = pair % 2 == 0
-        one, other = timed(first), timed(not first)
+        one = timed(first)
+        other = timed(not first)
         found.append((one, other) if first else (other, one))
     return found
 
@@ -176,7 +177,9 @@ def work(numbers, pairs):
 def interval(values):
     """Return the median of `values` and the bounds of its interval."""
     ordered = sorted(values)
-    n, below, lowest = len(ordered), 0.0, 0
+    n = len(ordered)
+    below = 0.0
+    lowest = 0
     while below + math.comb(n, lowest) / 2**n <= 0.025:
         below += math.comb(n, lowest) / 2**n
         lowest += 1

@@ -71,7 +71,8 @@ def short(microseconds: float) -> str:
 
 def page(records: list[Record], load: float) -> str:
     """Return the whole page."""
-    machine, libraries = describe_environment(), {r["backend"]: r["library"] for r in records}
+    machine = describe_environment()
+    libraries = {r["backend"]: r["library"] for r in records}
     wrong = sum(record["wrong"] for record in records)
     lines = [
         "# Collectives",

@@ -26,7 +26,8 @@ from torch.nn import functional as F
 import lockstep as ls
 from lockstep.record.run_environment import describe_environment
 
-TURNS, STEPS = 5, 2
+TURNS = 5
+STEPS = 2
 MICROBATCHES = 8
 HERE = Path(__file__).parent
 
@@ -36,7 +37,8 @@ class Perceptron(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.norm, self.inner = nn.LayerNorm(inputs), nn.Linear(inputs, 512)
+        self.norm = nn.LayerNorm(inputs)
+        self.inner = nn.Linear(inputs, 512)
         self.outer = nn.Linear(512, outputs)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -48,9 +50,13 @@ class Transformer(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.first, self.second = heads, nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+        self.first = nn.LayerNorm(width)
+        self.second = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.inner = nn.Linear(width, 4 * width)
+        self.outer = nn.Linear(4 * width, width)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         samples, length, width = values.shape
@@ -133,7 +139,8 @@ def train(name: str, cache: str, turns: int) -> dict[str, Any]:
         torch.randn(*shape, generator=generator),
         torch.randint(0, 10, shape[:1], generator=generator),
     )
-    first, seconds = {}, {kind: [] for kind in trainers}
+    first = {}
+    seconds = {kind: [] for kind in trainers}
     for kind, trainer in trainers.items():
         begun = time.perf_counter()
         trainer.step(batch)
@@ -175,7 +182,8 @@ def measure(names: list[str]) -> dict[str, Any]:
 
 def describe(result: dict[str, Any], is_provisional: bool) -> str:
     """Return the page."""
-    machine, rows = result["environment"], []
+    machine = result["environment"]
+    rows = []
     for name, row in result["models"].items():
         for ranks, each in row["ranks"].items():
             ratios = sorted(each["ratios"])
@@ -215,7 +223,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"unknown models: {', '.join(sorted(unknown))}")
-    result, path = measure(options.models or list(MODELS)), HERE / "compile.json"
+    result = measure(options.models or list(MODELS))
+    path = HERE / "compile.json"
     if options.models and path.exists():
         found = json.loads(path.read_text())["models"] | result["models"]
         result["models"] = {name: found[name] for name in MODELS if name in found}

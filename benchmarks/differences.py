@@ -35,7 +35,8 @@ def main() -> None:
             begun = time.monotonic()
             found = bisect_runs(plain[first], other)
             seconds = time.monotonic() - begun
-            divergence, wrong = found.divergence, planted.check(found)
+            divergence = found.divergence
+            wrong = planted.check(found)
             assert divergence is not None
             place = (divergence.step, divergence.microbatch, divergence.unit, divergence.direction)
             cells = (*place, divergence.operator, f"{seconds:.1f}", "; ".join(wrong) or "yes")

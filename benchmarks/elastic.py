@@ -36,7 +36,10 @@ import psutil
 import torch
 from torch import nn
 
-WIDTH, INPUTS, BATCH, CHECKPOINT_STEPS = 512, 64, 64, 10
+WIDTH = 512
+INPUTS = 64
+BATCH = 64
+CHECKPOINT_STEPS = 10
 LARGE_WIDTH = 2048  # of the 25 M parameter model of step.md
 BLOCK = 4  # steps
 EPOCH = 100  # steps; runs have whole epochs
@@ -87,11 +90,13 @@ def train_torch(steps, folder):
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     model = network()
     optimizer = SGD(model.parameters())
-    snapshot, first = folder / "snapshot.pt", 0
+    snapshot = folder / "snapshot.pt"
+    first = 0
     if snapshot.exists():
         state = torch.load(snapshot)
         model.load_state_dict(state["model"])
@@ -163,7 +168,8 @@ class Torchrun:
     """A job under torchrun, with the begins of its steps."""
 
     def __init__(self, options, folder):
-        self.folder, self._log = folder, folder / "steps.jsonl"
+        self.folder = folder
+        self._log = folder / "steps.jsonl"
         folder.mkdir()
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", options.ranks]
         command += ["--max-restarts", 10 * options.kills, HERE, "job", "torch", options.steps]
@@ -207,8 +213,10 @@ def torchrun(options, folder):
     times = [moment for _, moment in undisturbed.begins()]
     lengths = [after - before for before, after in itertools.pairwise(times)]
     lengths.append(statistics.median(lengths))
-    begun, job = time.monotonic(), Torchrun(options, folder / "killed")
-    lost, restarts_after = [], 0  # begins that were there at the last kill
+    begun = time.monotonic()
+    job = Torchrun(options, folder / "killed")
+    lost = []  # begins that were there at the last kill
+    restarts_after = 0
     for planned in plan_kills(options.kills, options.steps, options.ranks, options.seed):
 
         def has_begun(begins, planned=planned, first=restarts_after):
@@ -289,7 +297,8 @@ class Turns:
 
 def measure_overhead(options):
     with tempfile.TemporaryDirectory() as place:
-        ranks, folder = options.ranks, Path(place)
+        ranks = options.ranks
+        folder = Path(place)
         plain = Turns("plain", ranks, folder, "-n", ranks)
         elastic = Turns("elastic", ranks, folder, "--min", 1, "--max", ranks)
         times = {plain: [], elastic: []}
@@ -329,7 +338,10 @@ class Attrition(threading.Thread):
 
     def __init__(self, wanted, size, ranks, rounds, folder):
         super().__init__(daemon=True)
-        self._wanted, self._size, self._ranks, self._rounds = wanted, size, ranks, rounds
+        self._wanted = wanted
+        self._size = size
+        self._ranks = ranks
+        self._rounds = rounds
         self._record = folder / "record.jsonl"
         self.seen = []
 
@@ -337,7 +349,8 @@ class Attrition(threading.Thread):
         while not self._record.exists() or self._record.read_bytes().count(b'"kind":"step"') < 5:
             time.sleep(0.1)
         while self._rounds.number < self._wanted:
-            number, members = self._rounds.number, self._rounds.members
+            number = self._rounds.number
+            members = self._rounds.members
             if len(members) == self._size:
                 time.sleep(0.2)  # until the newcomer is under way
                 self.seen.append((number, read_process(self._ranks.pids[0])))
@@ -400,7 +413,8 @@ def main():
     rounds.add_argument("--rounds", type=int, default=200)
     rounds.add_argument("--ranks", type=int, default=3)
     options = parser.parse_args()
-    cores, memory = os.cpu_count(), psutil.virtual_memory().total / 1e9
+    cores = os.cpu_count()
+    memory = psutil.virtual_memory().total / 1e9
     print(f"# {' '.join(sys.argv)}\n# {cores} cores, {memory:.0f} GB, torch {torch.__version__}")
     measure = {"kills": measure_kills, "overhead": measure_overhead, "rounds": measure_rounds}
     measure[options.what](options)

@@ -41,7 +41,8 @@ class Feed:
 
         The ranks begin each step together at the `start_barrier`, where there is one.
         """
-        times, clock = [], time.perf_counter_ns
+        times = []
+        clock = time.perf_counter_ns
         gc.disable()
         try:
             for turn in range(settling + calls):

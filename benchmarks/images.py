@@ -44,21 +44,24 @@ SIZES = (64, 224)  # pixels
 EPOCH = 768  # images
 WORKERS = (0, 1, 2)
 FILES = 256
-BATCH, MICROBATCHES = 64, 8
+BATCH = 64
+MICROBATCHES = 8
 CLASSES = 4
 PHOTOGRAPHS = ((500, 375), (375, 500), (400, 500), (640, 480))  # width, height
 HERE = Path(__file__).parent
 
-OURS, THEIRS, PERSISTENT, USUAL = (
-    "lockstep", "DataLoader", "DataLoader, workers persist", "DataLoader, usual transforms",
-)  # fmt: skip
+OURS = "lockstep"  # fmt: skip
+THEIRS = "DataLoader"
+PERSISTENT = "DataLoader, workers persist"
+USUAL = "DataLoader, usual transforms"
 
 
 class UsualTransforms(Dataset[tuple[torch.Tensor, int]]):
     """Decodes the whole image, crops, resizes and flips it, as torchvision's transforms do."""
 
     def __init__(self, files: ImageFiles, size: int) -> None:
-        self.files, self.size = files, size
+        self.files = files
+        self.size = size
 
     def __len__(self) -> int:
         return len(self.files)
@@ -79,7 +82,8 @@ def write_photographs(folder: Path, count: int) -> None:
     generator = numpy.random.default_rng(0)
     for number in range(count):
         width, height = PHOTOGRAPHS[number % len(PHOTOGRAPHS)]
-        y, x = numpy.fft.fftfreq(height)[:, None], numpy.fft.rfftfreq(width)[None]
+        y = numpy.fft.fftfreq(height)[:, None]
+        x = numpy.fft.rfftfreq(width)[None]
         amplitude = 1 / numpy.maximum(numpy.hypot(x, y), 1 / max(width, height))
         waves = generator.normal(size=(3, height, width // 2 + 1, 2)).view(complex)[..., 0]
         waves[1:] = 0.8 * waves[0] + 0.2 * waves[1:]  # the channels are alike
@@ -107,7 +111,8 @@ class Contender:
     def measure(self, number: int) -> None:
         """Load an epoch; note the seconds, those of the processor, and those to the first batch."""
         gc.collect()
-        used, begun = processor_seconds(), time.perf_counter()
+        used = processor_seconds()
+        begun = time.perf_counter()
         batches = iter(self.epoch(number))
         batch = next(batches)
         self.first.append(time.perf_counter() - begun)

@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader, Subset
 import lockstep as ls
 from lockstep.data.datasets import digits
 
-MICROBATCHES, SIZE, EPOCHS = 8, 16, 2  # a micro-batch has 16 samples, and a batch 128
+MICROBATCHES = 8  # a micro-batch has 16 samples, and a batch 128
+SIZE = 16
+EPOCHS = 2
 TRAININGS = {
     "lightning": "convolutions with batch norm and dropout, AdamW, OneCycleLR, clipping",
     "accelerate": "the same in bfloat16, SGD with momentum",

@@ -29,8 +29,11 @@ from benchmarks.plan import TIMEOUT, run
 from benchmarks.step.memory import Watch, proportional
 from lockstep.tools.plan.memory_plan import TrainingMemory, plan_storages
 
-WIDTH, WORDS, TOKENS = 768, 10_000, 16
-MICROBATCHES, STEPS = 4, 3
+WIDTH = 768
+WORDS = 10_000
+TOKENS = 16
+MICROBATCHES = 4
+STEPS = 3
 CONTENDERS = {
     "ddp": "DistributedDataParallel, with `no_sync` for all but the last micro-batch",
     "fsdp2": "`fully_shard` of each layer, whose gradients are scattered in each micro-batch",

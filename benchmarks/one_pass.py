@@ -35,7 +35,9 @@ from benchmarks.rank_processes import Rendezvous, TorchRunner, answer_requests
 from lockstep.data.datasets import digits
 from lockstep.tools.commands.bench import describe_machine
 
-BATCH, BATCHES, TIMEOUT = 64, 28, 300.0
+BATCH = 64
+BATCHES = 28
+TIMEOUT = 300.0
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 WARM = 1  # rounds, in the first steps of which passes are compared
 
@@ -44,9 +46,12 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.first = nn.LayerNorm(width)
+        self.second = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         samples, tokens, width = x.shape
@@ -63,7 +68,8 @@ class VisionTransformer(nn.Module):
         self.position = nn.Parameter(torch.randn(1, 17, width) * 0.02)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         patches = self.embed(x).flatten(2).transpose(1, 2)

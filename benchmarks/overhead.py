@@ -26,7 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 import lockstep as ls
 from lockstep.training.script_loop.exact_batch import ExactBatch
 
-WIDTH, CLASSES, SAMPLES = 64, 10, 256
+WIDTH = 64
+CLASSES = 10
+SAMPLES = 256
 SGD = partial(torch.optim.SGD, lr=0.01)
 WARM = 20
 TURN = 10  # steps
@@ -40,7 +42,8 @@ def network():
 def accumulate(model, optimizer, backward, parts, unsynchronized=nullcontext):
     """Return the mean loss of a step that adds the gradients of its micro-batches."""
     optimizer.zero_grad()
-    total, loss_function = 0.0, nn.CrossEntropyLoss()
+    total = 0.0
+    loss_function = nn.CrossEntropyLoss()
     for number, (inputs, targets) in enumerate(parts):
         with unsynchronized() if number < len(parts) - 1 else nullcontext():
             loss = loss_function(model(inputs), targets) / len(parts)
@@ -73,7 +76,8 @@ def lockstep(microbatches):
 
 
 def manual(microbatches):
-    trainer, loss_function = make_trainer(microbatches), nn.CrossEntropyLoss()
+    trainer = make_trainer(microbatches)
+    loss_function = nn.CrossEntropyLoss()
 
     def train(inputs, targets):
         with trainer.manual_step() as step:
@@ -85,7 +89,8 @@ def manual(microbatches):
 
 
 def nested(microbatches):
-    model, loss_function = network(), nn.CrossEntropyLoss()
+    model = network()
+    loss_function = nn.CrossEntropyLoss()
     optimizer = SGD(model.parameters())
     handle = ls.exact(model, optimizer, microbatches=microbatches, loggers=(), progress=False)
 
@@ -142,7 +147,8 @@ def accelerate(microbatches):
 def distributed(microbatches):
     model = DistributedDataParallel(network())
     optimizer = SGD(model.parameters())
-    rank, ranks = ls.rank(), ls.world_size()
+    rank = ls.rank()
+    ranks = ls.world_size()
 
     def step(inputs, targets):
         parts = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
@@ -153,10 +159,12 @@ def distributed(microbatches):
 
 
 def flat(microbatches):
-    model, loss_function = network(), nn.CrossEntropyLoss()
+    model = network()
+    loss_function = nn.CrossEntropyLoss()
     optimizer = SGD(model.parameters())
     handle = ls.exact(model, optimizer, microbatches=microbatches, loggers=(), progress=False)
-    rank, ranks = ls.rank(), ls.world_size()
+    rank = ls.rank()
+    ranks = ls.world_size()
 
     def step(inputs, targets):
         parts = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))

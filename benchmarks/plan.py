@@ -55,7 +55,10 @@ def build(name: str) -> Workload:
         model = nn.Sequential(*layers[:-1])
         return Workload(model, torch.randn(256, 784), torch.randint(1000, (256,)))
     if name == "transformer":
-        width, words, tokens, samples = 512, 8000, 64, 8
+        width = 512
+        words = 8000
+        tokens = 64
+        samples = 8
         layers = [
             nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True) for _ in range(6)
         ]

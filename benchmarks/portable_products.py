@@ -21,7 +21,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-ROUNDS, LEAST = 15, 0.02  # rounds; seconds of a measurement, which repeats shorter calls
+ROUNDS = 15  # rounds; seconds of a measurement, which repeats shorter calls
+LEAST = 0.02
 SETTINGS = ("default", "compatible", "portable")
 VARIABLES = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 HERE = Path(__file__).parent

@@ -25,7 +25,8 @@ class Progress:
     """Shows what goes on, and how long it has taken of the estimate."""
 
     def __init__(self, expected: float) -> None:
-        self._begun, self._expected = time.monotonic(), expected
+        self._begun = time.monotonic()
+        self._expected = expected
         self.subject = ""
 
     def __call__(self, what: str) -> None:

@@ -37,7 +37,8 @@ __all__ = [
     "quantile",
 ]
 
-SOCKET, START_BARRIER = "socket", "start-barrier-"  # file names in the folder of the rendezvous
+SOCKET = "socket"  # file names in the folder of the rendezvous
+START_BARRIER = "start-barrier-"
 START_TIMEOUT = 60.0  # seconds until all ranks of a runner have connected
 END_TIMEOUT = 10.0  # seconds until they have exited
 
@@ -98,7 +99,8 @@ class TorchRunner:
     """
 
     def __init__(self, name: str, rendezvous: Rendezvous, main: Main) -> None:
-        self.name, self.library = name, ""
+        self.name = name
+        self.library = ""
         self._rendezvous = rendezvous
         self._key = secrets.token_hex(4)
         self._streams: dict[int, IO[str]] = {}
@@ -174,7 +176,8 @@ class TorchRunner:
         connection, _ = self._rendezvous.listening.accept()
         stream = connection.makefile("rw", encoding="utf-8")
         hello = json.loads(stream.readline())
-        self._streams[hello["hello"]], self._sockets[hello["hello"]] = stream, connection
+        self._streams[hello["hello"]] = stream
+        self._sockets[hello["hello"]] = connection
         self.library = hello["library"]
 
     def _answer(self, rank: int, deadline: float) -> Answer:

@@ -53,7 +53,8 @@ def run_pytest(source: str, *options: str) -> tuple[float, float, str]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "test_ten.py"
         file.write_text(source)
-        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        began = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, file],
             capture_output=True,
@@ -63,7 +64,8 @@ def run_pytest(source: str, *options: str) -> tuple[float, float, str]:
             timeout=600,
             check=False,
         )
-        seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = time.monotonic() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode != 0:
         raise SystemExit(f"pytest failed:\n{done.stdout}\n{done.stderr}")
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -95,9 +95,11 @@ def render(steps):
                 recorder.write("step", **fields(step))
             recorder.write("end", state="done", digest="0" * 64)
         command = [sys.executable, "-m", "lockstep", "report", str(place)]
-        began, before = time.perf_counter(), os.times()
+        began = time.perf_counter()
+        before = os.times()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        wall, after = time.perf_counter() - began, os.times()
+        wall = time.perf_counter() - began
+        after = os.times()
         own = after.children_user + after.children_system
         own -= before.children_user + before.children_system
         return *((place / name).stat().st_size for name in FILES), wall, own

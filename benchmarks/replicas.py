@@ -20,8 +20,11 @@ from torch import nn
 import lockstep as ls
 from lockstep.record.run_environment import describe_environment
 
-MIN_ROUNDS, WARM_UP, STEPS = 5, 3, 12
-BATCH, MICROBATCHES = 64, 8
+MIN_ROUNDS = 5
+WARM_UP = 3
+STEPS = 12
+BATCH = 64
+MICROBATCHES = 8
 HERE = Path(__file__).parent
 
 
@@ -57,7 +60,8 @@ def train() -> tuple[list[float], str, str]:
 def measure() -> dict[str, Any]:
     """Return the speeds of each round, their ratios, and the digests."""
     speeds: dict[int, list[float]] = {1: [], 2: []}
-    digests, backends = set(), set()
+    digests = set()
+    backends = set()
     for turn in range(MIN_ROUNDS):
         for ranks in (1, 2) if turn % 2 == 0 else (2, 1):
             outcomes = ls.launch(train, nprocs=ranks, timeout=300.0)

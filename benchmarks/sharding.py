@@ -21,7 +21,10 @@ from torch import nn
 
 import lockstep as ls
 
-MICROBATCHES, SAMPLES, LENGTH, WORDS = 4, 4, 64, 1000
+MICROBATCHES = 4
+SAMPLES = 4
+LENGTH = 64
+WORDS = 1000
 
 
 def make_model(width: int, layers: int) -> nn.Module:

@@ -30,7 +30,9 @@ from lockstep.launcher.rank_stores import choose_port
 from lockstep.tools.commands.bench import describe_machine
 from lockstep.tools.recipes.digits import digit_network
 
-BATCH, MICROBATCHES, SECONDS = 32, 8, 0.5
+BATCH = 32
+MICROBATCHES = 8
+SECONDS = 0.5
 Data = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -58,6 +58,9 @@ EXACT = ("training.script_loop.exact",)
 TRAINER = ("training.trainer",)
 """The module of the trainer."""
 
+CHECKED = ("src", "pytest-lockstep", "dev", "tests", "benchmarks", "examples")
+"""The folders whose assignments are checked."""
+
 METHODS = 25
 ATTRIBUTES = 15
 """A class with more, its own or inherited, has a comment before it that begins with `REASON`."""
@@ -222,8 +225,7 @@ class House:
 
     Attributes:
         sources: The source of each module of the package, by its name without "lockstep.".
-        statements: The sources whose assignments are checked, by their paths: the package, the
-            plugin of pytest, and the tools of this folder.
+        statements: The sources whose assignments are checked, by their paths.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
@@ -233,7 +235,7 @@ class House:
         self.sources = {name: path.read_text() for name, path in paths.items() if name}
         self.statements = {
             str(path.relative_to(root)): path.read_text()
-            for folder in ("src", "pytest-lockstep", "dev")
+            for folder in CHECKED
             for path in sorted((root / folder).rglob("*.py"))
         }
 

@@ -20,7 +20,8 @@ from lockstep.data.datasets import digits
 
 def contrastive_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of finding the images of the same label among all others."""
-    outputs, others = normalize(outputs, dim=1), ~torch.eye(len(labels), dtype=torch.bool)
+    outputs = normalize(outputs, dim=1)
+    others = ~torch.eye(len(labels), dtype=torch.bool)
     similarity = outputs @ outputs.T / 0.1
     same = (labels[:, None] == labels) & others
     normalizer = similarity.masked_fill(~others, -torch.inf).logsumexp(dim=1, keepdim=True)

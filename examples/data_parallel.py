@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader
 import lockstep as ls
 from lockstep.data.datasets import digits
 
-DEVICES, STEPS, BATCH = 2, 30, 64
+DEVICES = 2
+STEPS = 30
+BATCH = 64
 
 
 def build() -> nn.Module:
@@ -47,7 +49,8 @@ def train_in_processes() -> tuple[str, float]:
     world = ls.init()
     model = DistributedDataParallel(build())
     exact = ls.exact(model, microbatches=DEVICES)
-    optimizer, loss_function = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_function = nn.CrossEntropyLoss()
     begin = time.perf_counter()
     for _, (images, labels) in zip(range(STEPS), read_batches(), strict=False):
         inputs, targets = (half.chunk(DEVICES)[world.rank] for half in (images, labels))
@@ -61,7 +64,8 @@ def train_in_processes() -> tuple[str, float]:
 def train_in_one_process() -> tuple[str, float]:
     """Train in this process: two devices, and whole batches."""
     model = ls.DataParallel(build(), ["cpu"] * DEVICES, microbatches=DEVICES)
-    optimizer, loss_function = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_function = nn.CrossEntropyLoss()
     begin = time.perf_counter()
     for _, (images, labels) in zip(range(STEPS), read_batches(), strict=False):
         optimizer.zero_grad()

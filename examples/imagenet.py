@@ -89,7 +89,8 @@ def main() -> None:
             for batch in trainer.batches(training, epoch=epoch, **loaded):
                 trainer.step(batch)
             trainer.evaluate(held_out, **loaded)
-        result, digest = trainer.evaluate(held_out, **loaded), trainer.digest()
+        result = trainer.evaluate(held_out, **loaded)
+        digest = trainer.digest()
         if not options.evaluate:
             trainer.save_weights(trainer.folder / "weights.safetensors")
     if ls.rank() == 0:

@@ -24,9 +24,12 @@ from torch.utils.data import Dataset
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
-TRAIN, VAL = "train", "val"
+TRAIN = "train"
+VAL = "val"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
-AREA, RATIO, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of random crops
+AREA = (0.08, 1.0)  # of random crops
+RATIO = (3 / 4, 4 / 3)
+ATTEMPTS = 10
 CENTER = 0.875  # side of the crop for evaluation, relative to the shorter side of the image
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)  # of ImageNet, per channel
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -56,7 +59,8 @@ class ImageFiles:
 
 def read_image_folder(folder: str | Path) -> tuple[ImageFiles, ImageFiles]:
     """Return the images for training and the held-out images; a class may have none of these."""
-    training, held_out = Path(folder, TRAIN), Path(folder, VAL)
+    training = Path(folder, TRAIN)
+    held_out = Path(folder, VAL)
     for part in (training, held_out):
         if not part.is_dir():
             raise SystemExit(f"{part} is not a folder with one folder of images per class")
@@ -100,7 +104,9 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
     """
 
     def __init__(self, files: ImageFiles, size: int, *, augment: bool) -> None:
-        self.files, self.size, self.augment = files, size, augment
+        self.files = files
+        self.size = size
+        self.augment = augment
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -127,7 +133,8 @@ def choose_random_box(width: int, height: int) -> Box:
     for _ in range(ATTEMPTS):
         area = width * height * _draw(*AREA)
         ratio = math.exp(_draw(math.log(RATIO[0]), math.log(RATIO[1])))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        w = round(math.sqrt(area * ratio))
+        h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             left = int(torch.randint(width - w + 1, ()))
             top = int(torch.randint(height - h + 1, ()))
@@ -147,7 +154,8 @@ def _draw(low: float, high: float) -> float:
 
 
 def _center(width: int, height: int, w: float, h: float) -> Box:
-    left, top = (width - w) / 2, (height - h) / 2
+    left = (width - w) / 2
+    top = (height - h) / 2
     return left, top, left + w, top + h
 
 
@@ -163,8 +171,10 @@ def crop_and_resize(image: Image.Image, box: Box, size: int) -> torch.Tensor:
         reduction = max(1, math.floor(min(right - left, bottom - top) / size))
         drafted = image.draft("RGB", (max(1, width // reduction), max(1, height // reduction)))
         scale = drafted[1][2] / width if drafted else 1.0
-    left, top = round(left * scale), round(top * scale)
-    right, bottom = max(left + 1, round(right * scale)), max(top + 1, round(bottom * scale))
+    left = round(left * scale)
+    top = round(top * scale)
+    right = max(left + 1, round(right * scale))
+    bottom = max(top + 1, round(bottom * scale))
     crop = image.crop((left, top, right, bottom))
     ImageOps.exif_transpose(crop, in_place=True)
     if crop.mode.startswith("I;16"):  # gray, which Pillow would clip at 255

@@ -138,7 +138,8 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        channels, inside = width, width
+        channels = width
+        inside = width
         self._layers: list[str] = []
         for number, count in enumerate(counts, 1):
             layer = nn.Sequential()

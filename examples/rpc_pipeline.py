@@ -36,7 +36,8 @@ from examples.resnet import resnet50
 
 __all__ = ["CUT", "Master", "Shard", "joined", "main"]
 
-MASTER, WORKERS = "master", ("worker1", "worker2")
+MASTER = "master"
+WORKERS = ("worker1", "worker2")
 CUT = 11
 """The blocks of ResNet-50 in the first shard: the stem, layer1 and layer2."""
 

@@ -65,7 +65,8 @@ def draw_pieces(part: Box, count: int, draw: random.Random) -> Iterator[Box]:
     """Yield squares at random positions within a part."""
     left, top, right, bottom = part
     for _ in range(count):
-        x, y = draw.randint(left, right - SIDE), draw.randint(top, bottom - SIDE)
+        x = draw.randint(left, right - SIDE)
+        y = draw.randint(top, bottom - SIDE)
         yield x, y, x + SIDE, y + SIDE
 
 

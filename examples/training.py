@@ -40,7 +40,8 @@ def main() -> None:
             trainer.step(batch)
     result = trainer.evaluate(held_out, batch_size=64)
     if ls.rank() == 0:
-        loss, accuracy = trainer.last_result.loss, result.metrics["accuracy"]
+        loss = trainer.last_result.loss
+        accuracy = result.metrics["accuracy"]
         print(f"last loss {loss:.6f}, held-out accuracy {accuracy:.2%}")
         print(f"digest {trainer.digest()}")
 

@@ -75,7 +75,8 @@ def flip_bit(tensor: torch.Tensor, element: int = 0, bit: int = 22) -> None:
         bit: The number of the bit; 22 is the highest of a float32's mantissa.
     """
     assert 0 <= bit < 8 * tensor.itemsize, (bit, tensor.dtype)
-    offset, rest = 0, element
+    offset = 0
+    rest = element
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         rest, place = divmod(rest, size)
         offset += place * stride
@@ -128,12 +129,17 @@ class _Fault:
             seed: The seed of what is random.
         """
         self._is_here = rank is None or rank == int(os.environ.get("RANK", "0"))
-        self._cores, self._phase, self._call = cores, phase, call
-        self._probability, self._above = probability, above
-        self._element, self._bit = element, bit
+        self._cores = cores
+        self._phase = phase
+        self._call = call
+        self._probability = probability
+        self._above = above
+        self._element = element
+        self._bit = bit
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self.calls = self.flips = 0
+        self.calls = 0
+        self.flips = 0
 
     def _spoil(self, result: torch.Tensor) -> None:
         """Flip bits in the result of a call, if it is one of those that are wrong."""
@@ -145,7 +151,8 @@ class _Fault:
         ):
             return
         with self._lock:
-            number, self.calls = self.calls, self.calls + 1
+            number = self.calls
+            self.calls = self.calls + 1
             if self._call not in (None, number) or self._random.random() >= self._probability:
                 return
             elements = [self._element]
@@ -173,7 +180,8 @@ class FaultyOperator(_Fault):
             chosen: What decides whether a result is wrong; see `_Fault`.
         """
         super().__init__(**chosen)
-        self._operator, self._output = operator, output
+        self._operator = operator
+        self._output = output
 
     def __enter__(self) -> Self:
         """Replace the kernel."""
@@ -222,7 +230,8 @@ class FaultyReduction(_Fault):
 
     def __enter__(self) -> Self:
         """Replace the sum."""
-        self._reduce = reduce = GradientReducer.reduce
+        reduce = GradientReducer.reduce
+        self._reduce = reduce
 
         def reduce_wrongly(reducer: GradientReducer, *args: Any) -> None:
             reduce(reducer, *args)

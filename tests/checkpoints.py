@@ -59,7 +59,8 @@ def mutations(value: Any) -> Iterator[tuple[tuple[Any, ...], str]]:
 def damage(value: Any, place: tuple[Any, ...]) -> Iterator[str]:
     """Yield the JSON text of a value for every way to damage its entry at `place`."""
     copied = copy.deepcopy(value)
-    parent, name = copied, place[-1]
+    parent = copied
+    name = place[-1]
     for step in place[:-1]:
         parent = parent[step]
     for bad in BAD:
@@ -74,7 +75,8 @@ def damage(value: Any, place: tuple[Any, ...]) -> Iterator[str]:
 
 def draw_damage(value: Any, draw: random.Random) -> tuple[tuple[Any, ...], str]:
     """Return the path of an entry, rarely one of many in a list, and the damaged JSON text."""
-    place, inner = (), value
+    place = ()
+    inner = value
     while not place or (isinstance(inner, (dict, list)) and inner and draw.random() < 0.7):
         names = list(inner if isinstance(inner, dict) else range(len(inner)))
         place += (draw.choice(names),)

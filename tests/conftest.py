@@ -256,7 +256,8 @@ def _shared_memory(before: Collection[str] | None = None) -> dict[str, str]:
     names = os.listdir("/dev/shm") if sys.platform == "linux" else []
     names = [name for name in names if not name.startswith("mpich_shm_")]
     if before is not None and (new := set(names) - set(before)):
-        theirs, own = _mapped_elsewhere(), {str(os.getpid()), *_processes()}
+        theirs = _mapped_elsewhere()
+        own = {str(os.getpid()), *_processes()}
         names = [
             name
             for name in names

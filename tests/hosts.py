@@ -38,8 +38,13 @@ import pytest
 
 Result = TypeVar("Result")
 
-CLONE_FS, CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x200, 0x20000, 0x4000000, 0x40000000
-MS_REC, MS_PRIVATE, MS_BIND = 0x4000, 0x40000, 0x1000
+CLONE_FS = 0x200
+CLONE_NEWNS = 0x20000
+CLONE_NEWUTS = 0x4000000
+CLONE_NEWNET = 0x40000000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
+MS_BIND = 0x1000
 KINDS = {"net": CLONE_NEWNET, "uts": CLONE_NEWUTS, "mnt": CLONE_NEWNS}
 PATIENCE = 5.0  # seconds that a process may take to exit
 REQUIRED = "LOCKSTEP_REQUIRE_HOSTS"
@@ -347,11 +352,12 @@ class Network:
         if seconds:
             relay = Path(__file__).with_name("frame_relay.py")
             ends = [end for port in self._ports(name) for end in (port, f"{port}e")]
-            self._delays[name] = process = subprocess.Popen(
+            process = subprocess.Popen(
                 [*self.switch.command, sys.executable, "-SE", str(relay), str(seconds), *ends],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
+            self._delays[name] = process
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
 

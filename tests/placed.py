@@ -27,7 +27,8 @@ def join(placement: str, **options: Any) -> Any:
 @contextmanager
 def simulated_hosts(hosts: Sequence[Sequence[int]]) -> Iterator[HostGroup]:
     """Make the HostGroup of a world with the backend gloo, whose ranks are on this machine."""
-    map_, rank = HostMap(tuple(tuple(ranks) for ranks in hosts)), dist.get_rank()
+    map_ = HostMap(tuple(tuple(ranks) for ranks in hosts))
+    rank = dist.get_rank()
     everyone = list(range(dist.get_world_size()))
     locals_ = [dist.new_group(list(ranks), backend="lockstep") for ranks in map_.hosts]
     between = dist.new_group(everyone, backend="gloo")

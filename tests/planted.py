@@ -16,7 +16,8 @@ from lockstep.tools.commands.run import command, make_config
 from lockstep.tools.replay.bisection import Bisection
 from lockstep.tools.replay.recorded_run import RecordedRun, read_recorded_run
 
-STEP, MICROBATCH = 4, 2
+STEP = 4
+MICROBATCH = 2
 """Where most differences are planted; checkpoints hold 3 and 6 steps."""
 
 SCRIPT = """\

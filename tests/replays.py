@@ -11,5 +11,6 @@ from lockstep.tools.replay.result import Replay, ReplayRequest
 def run_replay(request: ReplayRequest) -> Replay:
     """Compute steps of a recorded run again, from the nearest checkpoint."""
     run = read_run(request.run)
-    program, base = read_program(run, request.first), find_base(run, request.first)
+    program = read_program(run, request.first)
+    base = find_base(run, request.first)
     return run_program(program, base, request)

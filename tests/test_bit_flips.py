@@ -31,7 +31,8 @@ def find_differences(a: torch.Tensor, b: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_a_bit_in_memory(dtype):
     tensor = torch.arange(24).view(2, 3, 4).to(dtype).permute(2, 0, 1)[1:]  # has gaps
-    before, version = tensor.clone(), tensor._version
+    before = tensor.clone()
+    version = tensor._version
     for bit in (0, 8 * dtype.itemsize - 1):
         flip_bit(tensor, 7, bit)
         assert find_differences(before, tensor) == [7]

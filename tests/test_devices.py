@@ -32,8 +32,10 @@ def test_a_device_without_float64_is_used_only_if_it_is_named(monkeypatch):
 
 def look_at_the_device():
     """Return what must be true of the simulated accelerator, by name."""
-    first, second = torch.device("simulated", 0), torch.device("simulated", 1)
-    ones, pinned = torch.ones(3, device=first), torch.zeros(3, pin_memory=True)
+    first = torch.device("simulated", 0)
+    second = torch.device("simulated", 1)
+    ones = torch.ones(3, device=first)
+    pinned = torch.zeros(3, pin_memory=True)
     found = {
         "found": devices.find_accelerator() == "simulated",
         "counted": devices.count_devices("simulated") == simulated.DEVICES,
@@ -63,7 +65,8 @@ def look_at_generators(device):
         return torch.rand(2, device=device).tolist()
 
     seed_torch(5, device)
-    before, state = draw(), state_of_torch(device)
+    before = draw()
+    state = state_of_torch(device)
     with isolated(device):
         inside = draw()
     seed_torch(5, device)

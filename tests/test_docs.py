@@ -56,7 +56,8 @@ def tokens(path: Path) -> list[Token]:
 
 
 def read_page(path: Path) -> Page:
-    page, text = Page(path), path.read_text()
+    page = Page(path)
+    text = path.read_text()
     page.program = [""] * len(text.splitlines())
     if "```python" not in text:
         return page
@@ -170,7 +171,8 @@ def test_commands_exist_with_their_options(name):
             inner = found.get_command(context, words[1])
             if inner is None:
                 break
-            found, words = inner, words[1:]
+            found = inner
+            words = words[1:]
         try:
             settings = click.Context(found, info_name=words[0], **found.context_settings)
             found.make_parser(settings).parse_args(words[1:])

@@ -84,7 +84,8 @@ def test_a_new_folder_may_be_required(tmp_path):
 
 @pytest.mark.parametrize("kind", ["link", "file", "fifo"])
 def test_a_new_file_is_never_one_that_was_there(tmp_path, kind):
-    victim, path = tmp_path / "victim", tmp_path / "new"
+    victim = tmp_path / "victim"
+    path = tmp_path / "new"
     victim.write_bytes(b"precious")
     plant(kind, path, victim)
     with pytest.raises(FileExistsError):
@@ -102,7 +103,8 @@ def plant(kind, path, victim):
 
 
 def test_weights_do_not_go_through_a_link_at_a_temporary_name(tmp_path):
-    victim, weights = tmp_path / "victim", tmp_path / "m.safetensors"
+    victim = tmp_path / "victim"
+    weights = tmp_path / "m.safetensors"
     victim.write_bytes(b"precious")
     (tmp_path / f".m.safetensors.{os.getpid()}").symlink_to(victim)
     save_weights(weights, {"a": torch.ones(3)}, [torch.ones(3)])
@@ -113,7 +115,8 @@ def test_weights_do_not_go_through_a_link_at_a_temporary_name(tmp_path):
 
 def test_not_even_where_the_random_name_is_guessed(tmp_path, monkeypatch):
     monkeypatch.setattr(files.secrets, "token_hex", lambda size: "00" * size)
-    victim, weights = tmp_path / "victim", tmp_path / "m.safetensors"
+    victim = tmp_path / "victim"
+    weights = tmp_path / "m.safetensors"
     victim.write_bytes(b"precious")
     (tmp_path / f".m.safetensors.{'00' * 8}").symlink_to(victim)
     with pytest.raises(FileError, match=r"could not be written \(File exists\)"):
@@ -139,7 +142,8 @@ def test_an_error_leaves_the_old_file_and_no_other(tmp_path):
 
 def test_a_replaced_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     done = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
 
     def synced(descriptor):
         done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
@@ -175,7 +179,8 @@ def test_no_other_module_invents_names_of_temporary_files():
 
 @pytest.mark.parametrize("leads_to", ["a file", "nothing"])
 def test_an_output_replaces_a_link_and_not_the_file_that_it_leads_to(tmp_path, leads_to):
-    victim, output = tmp_path / "victim", tmp_path / "report.html"
+    victim = tmp_path / "victim"
+    output = tmp_path / "report.html"
     if leads_to == "a file":
         victim.write_bytes(b"precious")
     output.symlink_to(victim)

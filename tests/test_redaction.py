@@ -155,7 +155,8 @@ def test_a_setting_is_left_as_it_is(value):
 
 
 def test_numbers_tensors_and_other_objects_stay_objects():
-    tensor, thing = torch.ones(2), object()
+    tensor = torch.ones(2)
+    thing = object()
     found = redact({"tensor": tensor, "thing": thing, "path": Path("x"), "inf": float("inf")})
     assert found["tensor"] is tensor
     assert found["thing"] is thing

@@ -84,7 +84,8 @@ def find_missing(text: str, path: Path) -> str | None:
     match = re.fullmatch(r"(\w+)((?:\.[a-z_]\w*|\.[A-Z]\w*)+)(\(.*\))?", text)
     if match is None:
         return None
-    first, rest = match[1], match[2][1:].split(".")
+    first = match[1]
+    rest = match[2][1:].split(".")
     if first == "lockstep":
         return resolve(rest)
     if first == "ls":

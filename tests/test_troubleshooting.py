@@ -144,7 +144,8 @@ class Example:
 
 
 def examples() -> list[Example]:
-    found, script = [], None
+    found = []
+    script = None
     for token in MarkdownIt().parse(HANGS.read_text()):
         if token.type != "fence":
             continue

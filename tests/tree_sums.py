@@ -56,7 +56,8 @@ def expected_sums(values, leaves):
 
 def sums_on_a_rank(leaves, dtype, capacity, absent, device="cpu", make=make_all_reduce, **how):
     """Return the bits of every sum, twice, as this rank sees them; `how` as of make_all_reduce."""
-    device, group = torch.device(device), how.get("group")
+    device = torch.device(device)
+    group = how.get("group")
     owned = split_evenly(leaves, dist.get_world_size(group))
     values = leaf_values(leaves, dtype, absent)
     fold = TreeAccumulator(leaves, add_lists)

@@ -63,7 +63,8 @@ PRELOADED = (
     "torch._dynamo",
     "torch._subclasses.schema_check_mode",
 )
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # of prctl
+PR_SET_NAME = 15  # of prctl
+PR_SET_CHILD_SUBREAPER = 36
 
 # The frames of this file are below those of every rank, and no user's.
 user_code.NOT_USER_CODE = (*user_code.NOT_USER_CODE, __file__)
@@ -87,7 +88,8 @@ class Popen(subprocess.Popen[Any]):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         call = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
-        args, environ = call["args"], call["env"]
+        args = call["args"]
+        environ = call["env"]
         assert args[:2] == [sys.executable, "-c"], args
         assert call["preexec_fn"] is None
         streams = enumerate(call[name] for name in ("p2cread", "c2pwrite", "errwrite"))
@@ -262,7 +264,8 @@ def _get_template() -> Channel:
         process.returncode = 0  # it exits with this process
         theirs.close()
         atexit.register(ours.close)
-        _template, _variables = (process.pid, ours), _read_once(os.environ)
+        _template = (process.pid, ours)
+        _variables = _read_once(os.environ)
     return _template[1]
 
 
@@ -316,7 +319,8 @@ def _run(message: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
     sys.orig_argv[:] = [sys.executable, *sys.argv[:1], program, *sys.argv[1:]]
     sys.path.insert(0, "")
     tempfile.tempdir = None  # it depends on TMPDIR
-    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
     del sys.modules[__name__]  # no part of the program
     from lockstep.launcher.rank_process import exit_process
 
@@ -330,7 +334,9 @@ def _run(message: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
     except BaseException as error:
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.last_type = type(error)
+        sys.last_value = error
+        sys.last_traceback = error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
         number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0
@@ -374,7 +380,8 @@ class _Spare:
         """Stand for `spawn_fork_server`."""
         if self._ours is None:
             return SPAWN_FORK_SERVER(call, path=path, environ=environ)
-        channel, self._ours = self._ours, None
+        channel = self._ours
+        self._ours = None
         ours, theirs = open_pair()
         order = {"call": call, "path": list(path), "environ": dict(environ or os.environ)}
         work = write_memfd(json.dumps(order).encode())

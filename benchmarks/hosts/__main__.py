@@ -53,7 +53,8 @@ def command(**flags: Any) -> None:
         rates = [float(each) or None for each in flags["mbit"].split(",")]
     except ValueError:
         raise UsageError("--sizes and --mbit are numbers, by commas") from None
-    machine, typed = describe_machine(), describe_command()
+    machine = describe_machine()
+    typed = describe_command()
     click.echo(f"# {machine}\n# {typed}")
     found = []
     for rate in rates:

@@ -48,9 +48,11 @@ class Calls:
     def __init__(self, options: dict[str, Any]) -> None:
         dist.init_process_group("gloo")
         self._lockstep = dist.new_group(backend="lockstep")
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
+        self._ranks = dist.get_world_size()
         self._hosts: Hosts = tuple(tuple(each) for each in options["hosts"])
-        self._sizes, self._repeats = options["sizes"], options["repeats"]
+        self._sizes = options["sizes"]
+        self._repeats = options["repeats"]
 
     def measure(self) -> list[dict[str, Any]]:
         """Return the times and the bytes sent by each host, by size and contender."""
@@ -84,7 +86,8 @@ class Calls:
         """Return the time of the slowest rank, and the bytes of the host that sent most."""
         contender.write(scale)
         dist.barrier()
-        before, begun = sent_bytes(), time.perf_counter()
+        before = sent_bytes()
+        begun = time.perf_counter()
         contender.call()
         seconds = time.perf_counter() - begun
         dist.barrier()
@@ -178,9 +181,11 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(64, 784, generator=generator)
     targets = torch.randint(10, (64,), generator=generator)
-    times, sent = [], []
+    times = []
+    sent = []
     for _ in range(options["steps"]):
-        before, begun = sent_bytes(), time.perf_counter()
+        before = sent_bytes()
+        begun = time.perf_counter()
         trainer.step((inputs, targets))
         times.append(time.perf_counter() - begun)
         sent.append(sent_bytes() - before)

@@ -59,7 +59,8 @@ def command(**flags: Any) -> None:
     splits = checked(flags)
     names = contenders(flags["vs"])
     check_memory(flags, names)
-    machine, typed = describe_machine(), describe_command()
+    machine = describe_machine()
+    typed = describe_command()
     expected = estimate(flags, splits, names)
     click.echo(f"# {machine}\n# {typed}\n# {len(names) + 1} contenders: {about(expected)}")
     everything = measured(flags, splits, names, Progress(expected))
@@ -118,7 +119,8 @@ def check_memory(flags: dict[str, Any], names: list[str]) -> None:
         return
     # Weights, gradients and what a batch leaves in the processes, measured: 1.3 GB at 32 x 128.
     each = 0.5e9 + 0.8e9 * (flags["batch"] / 32) * (flags["size"] / 128) ** 2
-    needed, free = each * (len(names) + 2), psutil.virtual_memory().available
+    needed = each * (len(names) + 2)
+    free = psutil.virtual_memory().available
     if needed > free:
         raise UsageError(
             f"{len(names) + 1} contenders need about {needed / 1e9:.0f} GB of memory, "

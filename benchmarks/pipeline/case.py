@@ -27,7 +27,8 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
 
     def blocks(self) -> list[nn.Module]:
         """Return the places to cut between."""

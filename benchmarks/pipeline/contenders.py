@@ -30,7 +30,8 @@ from examples.rpc_pipeline import Master
 
 __all__ = ["ALONE", "CONTENDERS", "COPIES", "STAGES", "Contender", "Training"]
 
-ALONE, COPIES = "alone", "copies"
+ALONE = "alone"
+COPIES = "copies"
 STAGES = 2
 
 
@@ -48,7 +49,8 @@ class Whole:
     """The whole model in this process, in a plain loop over the micro-batches."""
 
     def __init__(self, case: Case) -> None:
-        self._model, self._splits = case.build(), case.splits
+        self._model = case.build()
+        self._splits = case.splits
         self._optimizer = case.optimizer()(self._model.parameters())
 
     def step(self, batch: Batch) -> float | None:
@@ -93,7 +95,8 @@ class Stock:
         from torch.distributed import pipelining
 
         self._rank = dist.get_rank()
-        blocks, cut = pieces(case.build()), case.net.cut
+        blocks = pieces(case.build())
+        cut = case.net.cut
         part = nn.Sequential(*(blocks[cut:] if self._rank else blocks[:cut]))
         self._optimizer = case.optimizer()(part.parameters())
         stage = pipelining.PipelineStage(part, self._rank, STAGES, torch.device("cpu"))
@@ -125,7 +128,9 @@ class Ours:
     """Lockstep's trainer with stages, in the tutorial's cut or in one that it measures."""
 
     def __init__(self, case: Case, schedule: str | None = None, measured: bool = False) -> None:
-        model, cut, stages = case.build(), case.net.cut, dist.get_world_size()
+        model = case.build()
+        cut = case.net.cut
+        stages = dist.get_world_size()
         options: dict[str, Any] = {}
         if stages > 1:
             balance = None if measured else [cut, len(pieces(model)) - cut]

@@ -18,9 +18,17 @@ from lockstep.tools.report.picture import Dot, Label, Line, Picture, Point
 
 __all__ = ["draw"]
 
-WIDTH, HEIGHT, MARGIN = 1200, 675, 56
-LEFT, TOP, RIGHT, BOTTOM = 100, 150, 880, 575
-INK, SOFT, FAINT, PAPER = "#16202e", "#5a6675", "#e4e8ee", "#ffffff"
+WIDTH = 1200
+HEIGHT = 675
+MARGIN = 56
+LEFT = 100
+TOP = 150
+RIGHT = 880
+BOTTOM = 575
+INK = "#16202e"
+SOFT = "#5a6675"
+FAINT = "#e4e8ee"
+PAPER = "#ffffff"
 COLOURS = {
     "rpc": "#157f4d", "torch-gloo": "#d1570c", "torch-lockstep": "#8a5a00", "torch-zb": "#b9509a",
     "lockstep-1f1b": "#0b6bb8", "lockstep-zb": "#5b4bb3", "lockstep-1f1b-cut": "#3f8fd0",
@@ -60,7 +68,8 @@ def speedups(everything: list[list[Outcome]]) -> dict[str, list[tuple[int, float
     """Return (micro-batches, times faster than one process) by contender, the ideal first."""
     found: dict[str, list[tuple[int, float]]] = {"ideal": []}
     for outcomes in everything:
-        single, splits = median_of(COPIES, outcomes), outcomes[0].case.splits
+        single = median_of(COPIES, outcomes)
+        splits = outcomes[0].case.splits
         if single is None:
             continue
         found["ideal"].append((splits, single / ideal(single, splits)))
@@ -74,8 +83,10 @@ class Scale:
     """Micro-batches, by their logarithm, and speedups as points of the picture."""
 
     def __init__(self, splits: list[int], low: float, high: float) -> None:
-        self._last, self._span = math.log(splits[-1]), math.log(splits[-1] / splits[0]) or 1.0
-        self.low, self.high = low, high
+        self._last = math.log(splits[-1])
+        self._span = math.log(splits[-1] / splits[0]) or 1.0
+        self.low = low
+        self.high = high
 
     def point(self, splits: int, value: float) -> Point:
         """Return where a number lies."""

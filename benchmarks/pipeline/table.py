@@ -70,7 +70,8 @@ def overhead_lines(everything: list[list[Outcome]]) -> list[str]:
     The slope between the fewest and the most micro-batches: of a tiny model it is all
     overhead, of the process alone that of the loop.
     """
-    first, last = everything[0], everything[-1]
+    first = everything[0]
+    last = everything[-1]
     more = last[0].case.splits - first[0].case.splits
     if more <= 0:
         return []

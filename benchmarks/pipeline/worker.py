@@ -68,7 +68,9 @@ class Stepper:
     """One rank of a contender, with the training that it was told to begin."""
 
     def __init__(self, contender: Contender, rank: int, start_barrier: StartBarrier) -> None:
-        self._contender, self._rank, self._start_barrier = contender, rank, start_barrier
+        self._contender = contender
+        self._rank = rank
+        self._start_barrier = start_barrier
         self._training: Training | None = None
         self._feed: Feed | None = None
 

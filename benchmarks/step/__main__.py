@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-MODELS, OPTIMIZERS = "1m,25m,transformer", "sgd,adamw"
+MODELS = "1m,25m,transformer"
+OPTIMIZERS = "sgd,adamw"
 EVERYBODY = "all"
-COPIES, MEMCPY = "copies", "memcpy"
+COPIES = "copies"
+MEMCPY = "memcpy"
 
 
 @click.command()
@@ -69,7 +71,8 @@ def command(**flags: Any) -> None:
     cases = wanted(flags)
     names = contenders(flags["vs"])
     check_memory(cases, names, max(counts))
-    machine, typed = describe_machine(), describe_command()
+    machine = describe_machine()
+    typed = describe_command()
     seconds = max(flags["seconds"], flags["rounds"] * flags["block"])
     expected = estimate(cases, names, counts, widths, seconds)
     click.echo(f"# {machine}\n# {typed}\n# {told(cases, names, counts)}: {about(expected)}")
@@ -92,7 +95,8 @@ def check(flags: dict[str, Any]) -> None:
         raise UsageError("--seconds and --timeout are positive numbers of seconds")
     if flags["rounds"] < 1 or flags["block"] <= 0:
         raise UsageError("--rounds is at least 1, and --block a positive number of seconds")
-    batch, count = flags["batch"], flags["microbatches"]
+    batch = flags["batch"]
+    count = flags["microbatches"]
     if count < 1 or batch < 1 or batch % count:
         raise UsageError(
             f"--batch {batch} --microbatches {count}: a rank's samples are cut into micro-batches "
@@ -112,7 +116,8 @@ def wanted(flags: dict[str, Any]) -> list[Case]:
 
     models = chosen("--models", flags["models"], NETWORKS)
     optimizers = chosen("--optimizers", flags["optimizers"], OPTIMIZERS)
-    batch, count = flags["batch"], flags["microbatches"]
+    batch = flags["batch"]
+    count = flags["microbatches"]
     return [Case(model, each, batch, count) for model in models for each in optimizers]
 
 
@@ -141,7 +146,8 @@ def check_memory(cases: list[Case], names: list[str], ranks: int) -> None:
     import psutil
 
     case = max(cases, key=lambda each: need(each, names, ranks))
-    needed, free = need(case, names, ranks), psutil.virtual_memory().available
+    needed = need(case, names, ranks)
+    free = psutil.virtual_memory().available
     if needed > free:
         raise UsageError(
             f"{case.network} with {case.optimizer} on {ranks} ranks of {len(names)} contenders "

@@ -58,7 +58,8 @@ class Expected:
     @classmethod
     def of(cls, case: Case, ranks: int, folder: str, timeout: float) -> Expected:
         """Train in a process of its own, as `ranks` ranks have to, and keep what came of it."""
-        begun, ended = Path(folder, "begun"), Path(folder, "ended")
+        begun = Path(folder, "begun")
+        ended = Path(folder, "ended")
         lockstep.launch(train, (case, ranks, str(begun), str(ended)), timeout=timeout)
         return cls(case.net, begun, ended, file_digest(case.net, ended))
 

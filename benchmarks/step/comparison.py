@@ -25,7 +25,9 @@ from lockstep.tools.bench.ranks import rotate
 
 __all__ = ["ALONE", "BLOCK", "COPIES", "MEMCPY", "MIN_ROUNDS", "Outcome", "measure_case"]
 
-ALONE, COPIES, MEMCPY = "alone", "copies", "memcpy"
+ALONE = "alone"
+COPIES = "copies"
+MEMCPY = "memcpy"
 BLOCK = 0.4  # seconds that a block should last
 MAX_BLOCK_CALLS = 50  # steps of a block at most
 MIN_CALLS = 9  # steps of a contender at least

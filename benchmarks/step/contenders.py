@@ -183,7 +183,8 @@ class Copied(Training):
 
 def part(batch: Batch) -> Batch:
     """Return this rank's part of a global batch."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
     inputs, targets = (each.tensor_split(ranks)[rank] for each in batch)
     return inputs, targets
 
@@ -225,7 +226,8 @@ class ExactWrapped(Loop):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case, nn.parallel.DistributedDataParallel(case.net.model()))
-        count, ranks = case.leaves(dist.get_world_size()), dist.get_world_size()
+        count = case.leaves(dist.get_world_size())
+        ranks = dist.get_world_size()
         self._exact = lockstep.exact(self.module, microbatches=count)
         self._share = ReplicaShare(count, on_one_host(ranks), dist.get_rank())
 

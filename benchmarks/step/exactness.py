@@ -68,7 +68,8 @@ def alternate(case: Case, seconds: float) -> tuple[str, dict[str, list[float]]]:
     world = lockstep.init(device="cpu")
     calls = {"exact": along_tree(case), "any order": in_any_order(case)}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    going, begun = torch.ones(1), time.perf_counter()
+    going = torch.ones(1)
+    begun = time.perf_counter()
     while going.item():
         for name, call in calls.items():
             call()

@@ -34,7 +34,8 @@ class Watch:
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
-        self.rank = self.host = 0
+        self.rank = 0
+        self.host = 0
         self._pids = pids
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="lockstep-bench-memory")

@@ -20,7 +20,9 @@ from lockstep.kernel.errors import UsageError
 
 __all__ = ["NETWORKS", "OPTIMIZERS", "Network", "blocks", "chosen", "count"]
 
-TOKENS, WORDS, WIDTH = 16, 1000, 256  # of the transformer
+TOKENS = 16  # of the transformer
+WORDS = 1000
+WIDTH = 256
 PICTURE = 64  # pixels a side
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -22,9 +22,11 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     No distribution is assumed: the number of values below the median is binomial. At least
     `FEWEST` values.
     """
-    ordered, number = sorted(values), len(values)
+    ordered = sorted(values)
+    number = len(values)
     assert number >= FEWEST
-    outside, rank = 0.0, 0
+    outside = 0.0
+    rank = 0
     while True:
         outside += 2 * math.comb(number, rank) / 2**number
         if outside > 1 - CONFIDENCE:

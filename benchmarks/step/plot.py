@@ -12,11 +12,23 @@ from lockstep.tools.report.picture import Box, Label, Line, Picture, text_width
 
 __all__ = ["draw"]
 
-WIDTH, MARGIN, GAP = 1200, 56, 48
-TOP, ROW, HEAD, FOOT = 150, 24, 44, 44
-NAME, VALUE = 118, 96  # points left and right of the bars
-INK, SOFT, FAINT, PAPER = "#16202e", "#5a6675", "#e4e8ee", "#ffffff"
-COMPUTE, OURS, THEIRS, STOCK_COLOUR = "#aab4c0", "#0b6bb8", "#d1570c", "#8a5a00"
+WIDTH = 1200
+MARGIN = 56
+GAP = 48
+TOP = 150
+ROW = 24
+HEAD = 44
+FOOT = 44
+NAME = 118  # points left and right of the bars
+VALUE = 96
+INK = "#16202e"
+SOFT = "#5a6675"
+FAINT = "#e4e8ee"
+PAPER = "#ffffff"
+COMPUTE = "#aab4c0"
+OURS = "#0b6bb8"
+THEIRS = "#d1570c"
+STOCK_COLOUR = "#8a5a00"
 THEIR = ("ddp-gloo", "fsdp-gloo")
 
 
@@ -57,7 +69,8 @@ def legend(picture: Picture, y: float) -> None:
 
 def panel(picture: Picture, group: list[Outcome], x: float, y: float, width: float) -> None:
     """Draw one case into a column at (x, y)."""
-    case, done = group[0].case, [each for each in group if each.times]
+    case = group[0].case
+    done = [each for each in group if each.times]
     title = f"{case.network}, {case.optimizer}, {group[0].ranks} ranks"
     picture.add(Label(x, y + 20, title, 17, INK, bold=True))
     picture.add(Line([(x, y + 30), (x + width, y + 30)], FAINT, 1))
@@ -72,11 +85,13 @@ def bar(
 ) -> None:
     """Draw one contender's bar, its spread and its time."""
     picture.add(Label(x, y + 12, outcome.name, 13, INK))
-    left, middle = x + NAME, y + 8
+    left = x + NAME
+    middle = y + 8
     if not outcome.times:
         picture.add(Label(left, y + 12, "error", 12, SOFT))
         return
-    copies, more = named(baseline(outcome), group), beyond(outcome, group)
+    copies = named(baseline(outcome), group)
+    more = beyond(outcome, group)
     compute = min(copies.median, outcome.median) if copies and more is not None else outcome.median
     picture.add(Box(left, y, compute * scale, 16, COMPUTE))
     if outcome.median > compute:

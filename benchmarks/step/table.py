@@ -28,7 +28,8 @@ SHOWN = 8  # letters of a digest
 
 def heading(outcomes: list[Outcome]) -> str:
     """Return what stands above a case's lines."""
-    case, ranks = outcomes[0].case, outcomes[0].ranks
+    case = outcomes[0].case
+    ranks = outcomes[0].ranks
     passes = f"{case.microbatches} micro-batch" + ("es" if case.microbatches > 1 else "")
     return (
         f"# {case.network}, {case.optimizer}: {case.net.sentence}; {ranks} ranks, "
@@ -45,7 +46,8 @@ def row(outcome: Outcome, outcomes: list[Outcome]) -> str:
     """Return one contender's line."""
     if outcome.error:
         return line((outcome.name,)) + f"  error: {outcome.error}"
-    more, answer = beyond(outcome, outcomes), outcome.answer
+    more = beyond(outcome, outcomes)
+    answer = outcome.answer
     return line(
         (
             outcome.name,
@@ -202,7 +204,8 @@ def records(
 
 def record(outcome: Outcome, group: list[Outcome]) -> dict[str, Any]:
     """Return one contender's object."""
-    case, more = outcome.case, beyond(outcome, group)
+    case = outcome.case
+    more = beyond(outcome, group)
     answer = outcome.answer
     return {
         "benchmark": "step",

@@ -16,7 +16,8 @@ from benchmarks.step.contenders import CONTENDERS, Case, Fixed
 
 __all__ = ["Digests", "digests"]
 
-SAMPLES, MICROBATCHES = 27, 8  # neither divides by 2, 3 and 4 alike
+SAMPLES = 27  # neither divides by 2, 3 and 4 alike
+MICROBATCHES = 8
 
 
 @dataclass

@@ -33,7 +33,8 @@ def main(name: str, folder: str, key: str, timeout: float) -> None:
         torch.set_num_threads(1)
     else:
         lockstep.init(backend=contender.backend or None, timeout=timeout, device="cpu")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     start_barrier = StartBarrier(f"{folder}/{START_BARRIER}{key}", rank, ranks, timeout)
     stepper = Stepper(contender, start_barrier)
     hello = {"hello": rank, "runner": key, "library": f"torch {torch.__version__}"}
@@ -50,7 +51,8 @@ class Stepper:
     """One rank of a contender, with the training that it was told to begin."""
 
     def __init__(self, contender: Contender, start_barrier: StartBarrier) -> None:
-        self._contender, self._start_barrier = contender, start_barrier
+        self._contender = contender
+        self._start_barrier = start_barrier
         self._training: Training | None = None
         self._feed: Feed | None = None
 

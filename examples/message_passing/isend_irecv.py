@@ -15,7 +15,8 @@ from harness import init, print_table, run_example
 def main(backend: str | None = None) -> str:
     """Send this rank's number to the right neighbour and receive the left one's."""
     world = init(backend)
-    right, left = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+    right = (world.rank + 1) % world.world_size
+    left = (world.rank - 1) % world.world_size
     outgoing = torch.full((1,), float(world.rank))
     incoming = torch.zeros(1)
     requests = dist.batch_isend_irecv(

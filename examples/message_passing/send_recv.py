@@ -16,7 +16,8 @@ from harness import init, print_table, run_example
 def main(backend: str | None = None) -> str:
     """Pass a token around the ring and add one on every rank."""
     world = init(backend)
-    after, before = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+    after = (world.rank + 1) % world.world_size
+    before = (world.rank - 1) % world.world_size
     token = torch.zeros(1)
     if world.rank == 0:
         token += 1

@@ -12,13 +12,15 @@ import torch.distributed as dist
 
 from harness import init, print_table, run_example
 
-LOSS, NORM = 1, 2
+LOSS = 1
+NORM = 2
 
 
 def main(backend: str | None = None) -> str:
     """Send two numbers from every rank to rank 0, which receives the second kind first."""
     world = init(backend)
-    losses, norms = torch.zeros(world.world_size), torch.zeros(world.world_size)
+    losses = torch.zeros(world.world_size)
+    norms = torch.zeros(world.world_size)
     if world.rank == 0:
         for values, tag in ((norms, NORM), (losses, LOSS)):
             for _ in range(1, world.world_size):

@@ -27,7 +27,8 @@ class Recurrent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gru, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 4)
+        self.gru = nn.GRU(4, 8, batch_first=True)
+        self.head = nn.Linear(8, 4)
         self.hidden = None
 
     def forward(self, inputs):
@@ -43,9 +44,11 @@ class Late(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.query = nn.Linear(4, 4)
+        self.key = nn.Linear(4, 4).requires_grad_(False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.generator, self.rows = torch.Generator().manual_seed(0), []
+        self.generator = torch.Generator().manual_seed(0)
+        self.rows = []
 
     def forward(self, inputs):
         self.calls += 1
@@ -130,11 +133,14 @@ def train_audited_only(name, kind="step"):
     """
     make, make_loss, *_ = PROGRAMS[name]
     torch.manual_seed(0)
-    model, loss, pipeline = make(), make_loss(), None
+    model = make()
+    loss = make_loss()
+    pipeline = None
     if kind == "stages":
         model = nn.Sequential(model, nn.Linear(4, 4))
         pipeline = ls.PipelineConfig(stages=2, balance=[1, 1])
-    sgd, options = partial(torch.optim.SGD, lr=0.1), {"microbatches": 4, "loggers": []}
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    options = {"microbatches": 4, "loggers": []}
     trainer = ls.Trainer(model, loss, sgd, pipeline=pipeline, **options)
     step = trainer._steps.optimizer_step
     audit = Audit if kind == "step" else CallAuditHook

@@ -34,7 +34,8 @@ def simulate(frequency, ranks, every, microbatches=MICROBATCHES):
     longest = int(8 * formula(frequency, ranks, every)) + 100 * every
     steps = [step for step in range(longest) if AuditConfig(every).is_audited(step)]
     plans = [plan_audit(turn, spans) for turn in range(len(steps))]
-    generator, found = np.random.default_rng(0), []
+    generator = np.random.default_rng(0)
+    found = []
     for rank in range(ranks):
         checked = [
             step

@@ -12,7 +12,8 @@ from functools import partial
 
 import pytest
 
-AT_A_TIME, STEPS = 40, 60
+AT_A_TIME = 40
+STEPS = 60
 LAYOUTS = ((2, False), (2, True), (3, False), (1, False))
 """Numbers of ranks, and whether the model is sharded."""
 ENOUGH = 20_000  # audited steps
@@ -32,13 +33,15 @@ def test_no_false_alarm(ranks, capsys):
     from grammar.layouts import Layout
 
     deadline = time.monotonic() + float(os.environ.get("LOCKSTEP_SOAK_SECONDS", "120"))
-    first, audited = 30_001, 0
+    first = 30_001
+    audited = 0
     for world, sharded in itertools.cycle(LAYOUTS):
         layout = Layout(world, sharded=sharded)
         seeds = find_seeds(first, AT_A_TIME, layout)
         compared = ranks(partial(train, seeds, layout), world, timeout=900)
         assert set(compared) == {compared[0]}
-        first, audited = seeds[-1] + 1, audited + compared[0]
+        first = seeds[-1] + 1
+        audited = audited + compared[0]
         with capsys.disabled():
             print(f"\nseeds up to {seeds[-1]}: {audited} audited steps", flush=True)
         if audited >= ENOUGH or time.monotonic() > deadline:

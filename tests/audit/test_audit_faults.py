@@ -20,7 +20,8 @@ from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.kernel.errors import WorkError
 from lockstep.launcher.run_folder import RECORD_FILE
 
-RANKS, MICROBATCHES = 3, 4
+RANKS = 3
+MICROBATCHES = 4
 SHARDED = 4
 """The number of ranks with sharded storage."""
 STORAGE = {RANKS: "replicated", SHARDED: "sharded"}
@@ -64,7 +65,9 @@ class Transients:
         share = ReplicaShare(MICROBATCHES, on_one_host(ranks), 0, ranks == SHARDED)
         spans = share.spans(MICROBATCHES)
         draw = random.Random(seed)
-        self.ranks, self.microbatches, self.chosen = [], [], []
+        self.ranks = []
+        self.microbatches = []
+        self.chosen = []
         for step in range(steps):
             plan = plan_audit(step, spans)
             operator = draw.choice([*CALLS])
@@ -85,7 +88,8 @@ class Transients:
 
 
 def train_with_transients(folder, seed, steps, ranks):
-    faults, flips = Transients(seed, steps, ranks), []
+    faults = Transients(seed, steps, ranks)
+    flips = []
     config = ls.AuditConfig(every_steps=1, max_corrections=steps)
     with make_trainer(audit=config, loggers=folder, storage=STORAGE[ranks]) as trainer:
         for step, batch in enumerate(make_batches(steps)):
@@ -102,7 +106,8 @@ def check_transients(ranks, folder, steps, n=RANKS, seed=0):
     assert [outcome[:2] for outcome in outcomes] == [expected] * n
     flips = [sum(of_ranks) for of_ranks in zip(*(outcome[2] for outcome in outcomes), strict=True)]
     assert flips == [1] * steps
-    faults, findings = Transients(seed, steps, n), read_findings(folder)
+    faults = Transients(seed, steps, n)
+    findings = read_findings(folder)
     assert len({finding["step"] for finding in findings}) == len(findings)
     for finding in findings:
         step = finding["step"]
@@ -125,7 +130,8 @@ def spoil_copy(trainer, kind, rank, seed):
     """Let one rank compute an element of its copy wrong in the body, or flip it afterwards."""
     from bit_flips import FaultyOperator, FaultyReduction, flip_bit
 
-    linear, norm = trainer.module[0], trainer.module[3]
+    linear = trainer.module[0]
+    norm = trainer.module[3]
     chosen = {"rank": rank, "call": 0, "seed": seed}
     faults = {
         "update": lambda: FaultyOperator("addcdiv_", **chosen),
@@ -141,14 +147,16 @@ def spoil_copy(trainer, kind, rank, seed):
 
 
 def train_with_spoilt_copies(folder, seed, steps, ranks):
-    draw, spoilt = random.Random(seed), []
+    draw = random.Random(seed)
+    spoilt = []
     config = ls.AuditConfig(every_steps=1)
     # Each rank of a sharded model has other parameters.
     kinds = KEPT if ranks == RANKS else ["buffer"]
     with make_trainer(audit=config, loggers=folder, storage=STORAGE[ranks]) as trainer:
         *batches, last = make_batches(steps)
         for step, batch in enumerate(batches):
-            kind, rank = kinds[step % len(kinds)], draw.randrange(ranks)
+            kind = kinds[step % len(kinds)]
+            rank = draw.randrange(ranks)
             with spoil_copy(trainer, kind, rank, draw.random()):
                 trainer.step(batch)
             spoilt.append((step + 1, rank))

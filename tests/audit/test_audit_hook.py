@@ -58,8 +58,11 @@ class Hidden(nn.Module):
 
     def __init__(self, act: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.linear, self.act = nn.Linear(6, 6), act
-        self.calls, self.mean, self.box = 0, torch.zeros(6), {"rows": [0.0]}
+        self.linear = nn.Linear(6, 6)
+        self.act = act
+        self.calls = 0
+        self.mean = torch.zeros(6)
+        self.box = {"rows": [0.0]}
         self.generators = [np.random.RandomState(3), random.Random(3)]
         self.generator = torch.Generator().manual_seed(3)
 
@@ -73,7 +76,8 @@ def count(module: Any, outputs: torch.Tensor) -> torch.Tensor:
 
 
 def replace(module: Any, outputs: torch.Tensor) -> torch.Tensor:
-    before, module.mean = module.mean, outputs.detach().mean(0)
+    before = module.mean
+    module.mean = outputs.detach().mean(0)
     return outputs + before
 
 
@@ -269,7 +273,8 @@ class Drawing(nn.Module):
 
     def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.linear, self.act = nn.Linear(6, 6), act
+        self.linear = nn.Linear(6, 6)
+        self.act = act
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.act(self.linear(inputs))
@@ -475,7 +480,8 @@ def test_data_that_cannot_be_sent_are_repeated_where_they_are(ranks):
         """Data of a class that only this function knows."""
 
         def __init__(self, rows: torch.Tensor) -> None:
-            self.rows, self.unpicklable = rows, lambda: None
+            self.rows = rows
+            self.unpicklable = lambda: None
 
     def collate(samples: list[Any]) -> Any:
         inputs, targets = zip(*samples, strict=True)

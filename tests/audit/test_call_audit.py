@@ -27,7 +27,9 @@ class Block(nn.Module):
 
     def __init__(self, act: Any = None) -> None:
         super().__init__()
-        self.linear, self.act, self.calls = nn.Linear(6, 6), act, 0
+        self.linear = nn.Linear(6, 6)
+        self.act = act
+        self.calls = 0
         self.generator = torch.Generator().manual_seed(1)
         self.register_buffer("mean", torch.zeros(6))
 
@@ -43,7 +45,8 @@ def count(block: Any, outputs: torch.Tensor) -> torch.Tensor:
 
 
 def replace(block: Any, outputs: torch.Tensor) -> torch.Tensor:
-    before, block.calls = block.calls, outputs.detach().mean(0)
+    before = block.calls
+    block.calls = outputs.detach().mean(0)
     return outputs + before
 
 
@@ -52,14 +55,16 @@ KEPT = torch.zeros(6)
 
 def replace_global(block: Any, outputs: torch.Tensor) -> torch.Tensor:
     global KEPT
-    before, KEPT = KEPT, outputs.detach().mean(0)
+    before = KEPT
+    KEPT = outputs.detach().mean(0)
     return outputs + before
 
 
 def replace_entry(block: Any, outputs: torch.Tensor) -> torch.Tensor:
     if block.calls == 0:
         block.calls = [torch.zeros(6)]
-    before, block.calls[0] = block.calls[0], outputs.detach().mean(0)
+    before = block.calls[0]
+    block.calls[0] = outputs.detach().mean(0)
     return outputs + before
 
 
@@ -76,7 +81,8 @@ def make_closure() -> Any:
 
     def replace_closure(block: Any, outputs: torch.Tensor) -> torch.Tensor:
         nonlocal kept
-        before, kept = kept, outputs.detach().mean(0)
+        before = kept
+        kept = outputs.detach().mean(0)
         return outputs + before
 
     return replace_closure
@@ -122,13 +128,15 @@ def take_steps(trainer: Any, body: Any = compute) -> None:
 
 def train(*acts: Any, body: Any = compute, **options: Any) -> tuple[str, int, list[Any], str]:
     """Return the digest, the number of repetitions, the findings, and the error."""
-    repeated, repeat = [], RecordedCall.repeat
+    repeated = []
+    repeat = RecordedCall.repeat
 
     def counted(call: RecordedCall, **how: bool) -> dict[str, int]:
         repeated.append(call)
         return repeat(call, **how)
 
-    lines, said = FindingLogger(), ""
+    lines = FindingLogger()
+    said = ""
     options = {"loggers": [lines] if ls.rank() == 0 else (), **options}
     trainer = make_trainer(*(acts or (None, None)), **options)
     RecordedCall.repeat = counted  # type: ignore[method-assign]

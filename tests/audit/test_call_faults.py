@@ -24,7 +24,8 @@ from lockstep.audit.recorded_call import RecordedCall
 from lockstep.kernel.errors import LockstepError
 from records import FindingLogger
 
-BLOCKS, MICROBATCHES = 4, 4
+BLOCKS = 4
+MICROBATCHES = 4
 EVERY = {"every_steps": 1}
 
 
@@ -82,14 +83,16 @@ class Training:
 
     def __init__(self, name: str, **config: Any) -> None:
         torch.manual_seed(0)
-        self.name, self.findings = name, FindingLogger()
+        self.name = name
+        self.findings = FindingLogger()
         self.model: Any = nn.Sequential(*(Block() for _ in range(BLOCKS)))
         audit = ls.AuditConfig(**config) if config else False
         adam = partial(torch.optim.Adam, lr=0.01)
         loggers = [self.findings] if ls.rank() == 0 else []
         if name == "exact":
             wrapped = DistributedDataParallel(self.model) if ls.world_size() > 1 else self.model
-            self.wrapped, self.optimizer = wrapped, adam(self.model.parameters())
+            self.wrapped = wrapped
+            self.optimizer = adam(self.model.parameters())
             self.exact = ls.exact(wrapped, MICROBATCHES, audit=audit, loggers=loggers)
             return
         layout = LAYOUTS.get(name)
@@ -153,7 +156,8 @@ class Transient(NamedTuple):
 
 
 def plan_transients(name: str, seed: int, steps: int) -> list[Transient]:
-    layout, draw = LAYOUTS[name], random.Random(seed)
+    layout = LAYOUTS[name]
+    draw = random.Random(seed)
     faults = []
     for _ in range(steps):
         is_own = layout.is_repeatable and draw.random() < 0.5
@@ -197,7 +201,8 @@ def inject(fault: Transient) -> Any:
 
 
 def train_with_transients(name: str, seed: int, steps: int) -> tuple[Any, list[Any], list[int]]:
-    training, flips = Training(name, **EVERY, max_corrections=steps), []
+    training = Training(name, **EVERY, max_corrections=steps)
+    flips = []
     for fault, batch in zip(plan_transients(name, seed, steps), make_batches(steps), strict=True):
         with inject(fault) as injected:
             training.take(batch)
@@ -251,7 +256,8 @@ def spoil_copy(training: Training, kind: str, rank: int, seed: float) -> Any:
     from bit_flips import FaultyOperator, FaultyReduction, flip_bit
 
     block = next(part for part in training.model if not part.linear.weight.is_meta)
-    weight, chosen = block.linear.weight, {"rank": rank, "call": 0, "seed": seed}
+    weight = block.linear.weight
+    chosen = {"rank": rank, "call": 0, "seed": seed}
     faults = {
         "update": lambda: FaultyOperator("addcdiv_", **chosen),
         "moment": lambda: FaultyOperator("addcmul_", **chosen),
@@ -268,11 +274,14 @@ def spoil_copy(training: Training, kind: str, rank: int, seed: float) -> Any:
 
 def train_with_spoilt_copies(name: str, seed: int, steps: int) -> tuple[Any, list[Any], str]:
     """Return the digest, the findings and the error; steps that cannot be repeated raise it."""
-    training, draw, said = Training(name, **EVERY), random.Random(seed), ""
+    training = Training(name, **EVERY)
+    draw = random.Random(seed)
+    said = ""
     *batches, last = make_batches(steps)
     try:
         for step, batch in enumerate(batches):
-            kind, rank = KEPT[step % len(KEPT)], draw.randrange(ls.world_size())
+            kind = KEPT[step % len(KEPT)]
+            rank = draw.randrange(ls.world_size())
             with spoil_copy(training, kind, rank, draw.random()):
                 training.take(batch)
         training.take(last)  # audits what the fault before it has left
@@ -286,7 +295,8 @@ def check_spoilt_copies(ranks: Any, name: str, world: int, steps: int) -> None:
     outcomes = ranks(partial(train_with_spoilt_copies, name, 0, steps), world, timeout=500)
     assert [digest for digest, *_ in outcomes] == [expected] * world
     assert [said for *_, said in outcomes] == [""] * world
-    draw, spoilt = random.Random(0), []
+    draw = random.Random(0)
+    spoilt = []
     for step in range(steps - 1):
         spoilt.append((step + 1, draw.randrange(world)))
         draw.random()
@@ -337,7 +347,8 @@ class Cores:
 
     @contextlib.contextmanager
     def stay(self, core: int) -> Any:
-        before, self.here = self.here, core
+        before = self.here
+        self.here = core
         yield
         self.here = before
 
@@ -345,7 +356,8 @@ class Cores:
 def train_with_permanent_fault(name: str, kind: str) -> tuple[Any, str]:
     import bit_flips
 
-    training, cores = Training(name, **EVERY), Cores()
+    training = Training(name, **EVERY)
+    cores = Cores()
     operator, chosen = PERMANENT[kind]
     first, second = make_batches(2)
     training.take(first)
@@ -364,7 +376,8 @@ def train_with_permanent_fault(name: str, kind: str) -> tuple[Any, str]:
 
 def check_permanent_fault(ranks: Any, name: str, kind: str) -> None:
     (expected,) = ranks(partial(undisturbed, name, 1), 1)
-    world, operator = LAYOUTS[name].ranks, PERMANENT[kind][0]
+    world = LAYOUTS[name].ranks
+    operator = PERMANENT[kind][0]
     for digest, said in ranks(partial(train_with_permanent_fault, name, kind), world):
         assert digest == expected
         place = r"WorkError: step 1, micro-batch \d: rank 1 \(host [^,]*, core 0\)"

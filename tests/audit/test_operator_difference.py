@@ -46,8 +46,10 @@ def execute(
         extra: Instructions that are executed before the one of that index, and whose results
             nothing reads.
     """
-    values, producers = list(parameters), [-1] * len(parameters)
-    generator, calls = 1, []
+    values = list(parameters)
+    producers = [-1] * len(parameters)
+    generator = 1
+    calls = []
 
     def call(instruction: Instruction, is_wrong: bool) -> int:
         nonlocal generator

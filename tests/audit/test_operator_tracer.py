@@ -49,7 +49,8 @@ def line_of(function: Callable[..., Any], offset: int) -> str:
 
 
 def test_inputs_outputs_and_arguments_of_a_call():
-    a, b = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
+    a = torch.arange(6.0).view(2, 3)
+    b = torch.ones(2, 3)
     (call,) = calls_of(lambda: torch.add(a, b, alpha=2))
     assert (call.operator, call.phase, call.microbatch) == ("aten.add.Tensor", "forward", 3)
     assert call.inputs == (checksum(a), checksum(b))
@@ -81,7 +82,8 @@ def test_an_operator_in_place_reads_and_writes():
 
 
 def test_running_statistics_are_outputs_though_the_schema_does_not_say_so():
-    norm, data = nn.BatchNorm1d(3), torch.randn(4, 3)
+    norm = nn.BatchNorm1d(3)
+    data = torch.randn(4, 3)
     call = only(calls_of(lambda: norm(data), norm), "aten.native_batch_norm")
     assert call.output_types[-2:] == ("running_mean: float32[3]", "running_var: float32[3]")
     assert call.outputs[-2:] == (checksum(norm.running_mean), checksum(norm.running_var))
@@ -116,7 +118,8 @@ def test_memory_that_was_never_written_is_the_same_every_time():
 
 
 def test_hooks_and_the_sum_of_gradients_belong_to_their_parameter():
-    network, data = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    data = torch.randn(5, 3)
 
     def write(parameter: torch.Tensor) -> None:
         parameter.grad.mul_(0.5)
@@ -208,7 +211,8 @@ def test_an_operator_of_the_user_says_what_it_writes():
             seen.add_(x.sum())
             return x * 2
 
-        x, seen = torch.ones(3), torch.zeros(())
+        x = torch.ones(3)
+        seen = torch.zeros(())
         (call,) = [each for each in calls_of(lambda: count(x, seen)) if "count" in each.operator]
         assert call.operator == "lockstep_tests.count"
         assert call.inputs == (checksum(x), checksum(torch.zeros(())))

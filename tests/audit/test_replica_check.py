@@ -16,7 +16,8 @@ from records import FindingLogger
 
 
 def test_one_replica_that_differs_from_all_others_is_the_odd_one():
-    same, other = {"a": 1, "b": 2}, {"a": 1, "b": 3}
+    same = {"a": 1, "b": 2}
+    other = {"a": 1, "b": 3}
     assert find_odd_replica([same, other, same]) == (1, 0, ["b"])
     assert find_odd_replica([other, same, same]) == (0, 1, ["b"])
 

@@ -15,7 +15,8 @@ import lockstep as ls
 from lockstep.audit.recorded_call import RecordedCall
 from lockstep.kernel.errors import LockstepError
 
-STEPS, MICROBATCHES = 3, 4
+STEPS = 3
+MICROBATCHES = 4
 
 
 class Network(nn.Module):
@@ -24,7 +25,9 @@ class Network(nn.Module):
     def __init__(self, counting: Sequence[int]) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3))
-        self.head, self.counting, self.calls = nn.Linear(6, 3), counting, 0
+        self.head = nn.Linear(6, 3)
+        self.counting = counting
+        self.calls = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = torch.utils.checkpoint.checkpoint(self.body, inputs, use_reentrant=False).tanh()
@@ -51,7 +54,8 @@ def reads_hidden(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> tor
 
 
 def train_manually(network: nn.Module, compute: Callable[..., Any], audit: bool) -> str:
-    sgd, options = torch.optim.SGD, {"microbatches": MICROBATCHES, "loggers": (), "audit": audit}
+    sgd = torch.optim.SGD
+    options = {"microbatches": MICROBATCHES, "loggers": (), "audit": audit}
     trainer = ls.Trainer(network, F.cross_entropy, sgd, storage="sharded", **options)
     for batch in make_batches():
         with trainer.manual_step() as step:
@@ -83,7 +87,8 @@ LOOPS = {"manual": train_manually, "exact": train_exactly}
 
 def train(name: str, counting: Sequence[int] = (), compute: Any = plain, audit: bool = True) -> Any:
     """Return the digest, or the error, and the number of repetitions on this rank."""
-    repeated, repeat = [], RecordedCall.repeat
+    repeated = []
+    repeat = RecordedCall.repeat
 
     def counted(call: RecordedCall, *args: Any, **kwargs: Any) -> dict[str, int]:
         repeated.append(call)

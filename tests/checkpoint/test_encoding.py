@@ -130,7 +130,8 @@ def test_tensors_of_any_memory_keep_their_values():
 
 def test_sparse_tensors_keep_their_entries_as_they_are():
     """Entries that occur twice stay apart: adding them would change later sums."""
-    where, what = torch.tensor([[3, 1, 3]]), torch.tensor([[0.1], [-0.0], [0.3]])
+    where = torch.tensor([[3, 1, 3]])
+    what = torch.tensor([[0.1], [-0.0], [0.3]])
     twice = torch.sparse_coo_tensor(where, what, (5, 1), check_invariants=True)
     for value in (twice, twice.coalesce()):
         tensors = {}

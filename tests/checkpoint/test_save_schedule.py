@@ -8,7 +8,8 @@ from lockstep.kernel.errors import UsageError
 
 def due(config, steps, saved=True):
     """Return the steps of `steps` at (step, time) after which one was due."""
-    schedule, found = CheckpointSchedule(config, 0.0), []
+    schedule = CheckpointSchedule(config, 0.0)
+    found = []
     for step, now in steps:
         if schedule.is_due(step, now):
             found.append(step)

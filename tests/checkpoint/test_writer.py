@@ -46,7 +46,8 @@ class Gate:
     """Stops the writer's thread at a call until it is opened."""
 
     def __init__(self, monkeypatch, name):
-        self.reached, self.opened = threading.Event(), threading.Event()
+        self.reached = threading.Event()
+        self.opened = threading.Event()
         original = getattr(writer_module, name)
 
         def wait(*arguments, **options):
@@ -75,7 +76,8 @@ def test_only_the_latest_are_kept(tmp_path):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_file_with_other_bytes_is_written_again(tmp_path, monkeypatch, times):
-    original, writer = writer_module.write_tensors, CheckpointWriter(tmp_path / "checkpoints", 9)
+    original = writer_module.write_tensors
+    writer = CheckpointWriter(tmp_path / "checkpoints", 9)
     flips = iter(range(times))
 
     def flip(file, tensors, check):
@@ -284,7 +286,8 @@ def test_a_part_that_never_comes_is_a_failure(tmp_path, monkeypatch):
 
 def test_a_part_that_failed_is_a_failure_at_once(tmp_path, monkeypatch):
     """Its folder is gone, so rank 0 does not wait for the timeout."""
-    first, second = CheckpointWriter(tmp_path, 3), CheckpointWriter(tmp_path, 3)
+    first = CheckpointWriter(tmp_path, 3)
+    second = CheckpointWriter(tmp_path, 3)
     gate = Gate(monkeypatch, "_await_parts")
     first.save(part(0, 0.5), 7, 1, (0, 2))
     assert gate.reached.wait(DEADLINE)
@@ -325,7 +328,8 @@ def test_waiting_for_a_slow_disk_is_said(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.parametrize("kind", ["pruned", "temporary", "left by a killed run"])
 def test_a_link_is_removed_and_never_what_it_leads_to(tmp_path, kind):
-    archive, folder = tmp_path / "archive", tmp_path / "checkpoints"
+    archive = tmp_path / "archive"
+    folder = tmp_path / "checkpoints"
     folder.mkdir()
     write(CheckpointWriter(archive, 9), 1)
     kept = {path: path.read_bytes() for path in archive.glob("step-1/*")}

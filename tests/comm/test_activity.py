@@ -76,7 +76,8 @@ def test_a_long_text_is_cut_and_a_broken_one_is_readable(page):
 
 
 def test_an_entry_that_is_being_written_does_not_count():
-    whole, torn = entry(4, "step 4"), entry(5, "step 5", ending=3)
+    whole = entry(4, "step 4")
+    torn = entry(5, "step 5", ending=3)
     assert activity.parse_page(page_of(whole, torn)).text == "step 4"
     assert activity.parse_page(page_of(torn, torn)) == activity.Activity()
     assert activity.parse_page(page_of(whole, entry(5, "step 5"))).text == "step 5"

@@ -102,7 +102,8 @@ def test_a_message_to_oneself_arrives(ranks):
 
 
 def through_lanes() -> bool:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     out = torch.arange(200_000.0) + rank
     got = torch.empty(200_000)
     works = dist.batch_isend_irecv(

@@ -101,7 +101,8 @@ def test_the_loss_of_a_rank_has_a_type_in_backward(see_rank_one_die):
 def publish_and_die() -> tuple[Any, ...]:
     """Rank 1 is killed between publishing where its memory is and the first look at it."""
     store = dist.distributed_c10d._get_default_store()
-    native, rank = backend.of_group(None), dist.get_rank()
+    native = backend.of_group(None)
+    rank = dist.get_rank()
     tensor = empty_shared(1 << 20, dtype=torch.float32).fill_(1.0)
     bucket = backend.load_native().Bucket(
         torch.float32, 1 << 20, [(0, 1 << 20)], [[(0, 1)], [(1, 2)]], 2

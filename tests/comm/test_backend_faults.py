@@ -47,8 +47,10 @@ def sparse() -> torch.Tensor:
 
 
 def die_while_others_wait(operation: str) -> str:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    tensor, group = torch.ones(4), dist.new_group([2, 0])
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    tensor = torch.ones(4)
+    group = dist.new_group([2, 0])
     pids = [0] * n
     dist.all_gather_object(pids, os.getpid())
     if rank == 2 and operation == "exit":
@@ -157,7 +159,9 @@ def test_the_timeout_of_a_live_group_can_be_set(ranks):
 
 def interrupt_while_waiting(operation: str) -> str:
     """Have rank 1 interrupt rank 0 thrice, which must be in its call when it hears the third."""
-    rank, tensor, store = dist.get_rank(), torch.ones(4), c10d._get_default_store()
+    rank = dist.get_rank()
+    tensor = torch.ones(4)
+    store = c10d._get_default_store()
     calls = {
         "all_reduce": lambda: dist.all_reduce(tensor),
         "async": lambda: dist.all_reduce(tensor, async_op=True).wait(),
@@ -209,7 +213,8 @@ def test_the_deadline_holds_for_joining():
 
 
 def test_a_rank_that_joins_twice_is_named_to_all_at_once():
-    store, told = dist.HashStore(), []
+    store = dist.HashStore()
+    told = []
 
     def join(rank: int) -> None:
         limit = timedelta(seconds=30)
@@ -235,7 +240,8 @@ def test_a_rank_that_joins_twice_is_named_to_all_at_once():
 
 def fail_in_gloo(moment: str, notes: str) -> None:
     """Have rank 2 die, or stay away, before or after it has connected to the others."""
-    rank, store = dist.get_rank(), c10d._get_default_store()
+    rank = dist.get_rank()
+    store = c10d._get_default_store()
     connect = connections.connect_on_host
 
     def connect_or_fail(*arguments):
@@ -278,7 +284,8 @@ def test_a_failure_of_gloo_is_stated_by_all_ranks(ranks, tmp_path):
 
 def use_gloo_in_many_groups() -> list[list[int]]:
     """Add sparse tensors in groups that exist at once, and in a new one after the other."""
-    rank, found = dist.get_rank(), []
+    rank = dist.get_rank()
+    found = []
     groups = [dist.new_group(members) for members in ([2, 0], [0, 1, 2], [1])]
     for members, group in zip(([2, 0], [0, 1, 2], [1]), groups, strict=True):
         if rank in members:
@@ -352,9 +359,11 @@ ALIKE = {  # calls that differ only in the sizes of blocks, and what does not fi
 
 
 def disagree_on_sizes(kind: str) -> str:
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     wanted = [2 if rank == 0 and source == 1 else 1 for source in range(size)]
-    row, ones = torch.empty(2), list(torch.ones(size, 1))
+    row = torch.empty(2)
+    ones = list(torch.ones(size, 1))
     uneven = torch.empty(3) if rank == 1 else row
     rows = [row] * size if rank == 0 else None
     calls = {

@@ -71,8 +71,10 @@ def raised(call: Callable[[], object]) -> str:
 
 def methods(native: Any) -> dict[str, Callable[[], object]]:
     """Return a call of every method of the backend that other ranks take part in or notice."""
-    one, two = torch.ones(2), torch.ones(4)
-    lists, plan = [[torch.ones(2), torch.ones(2)]], Bucket(torch.float32, (Member(0, 4, 0),), 16)
+    one = torch.ones(2)
+    two = torch.ones(4)
+    lists = [[torch.ones(2), torch.ones(2)]]
+    plan = Bucket(torch.float32, (Member(0, 4, 0),), 16)
     exact = NativeAllReduce(native, plan, [[(0, 1)], [(1, 2)]], 2, native.rank())
     return {
         "_abort_because": lambda: native._abort_because("a test"),
@@ -147,7 +149,8 @@ def finish(pending: dict[str, dist.Work]) -> dict[str, Any]:
     for work in pending.values():
         work.wait()
     group = dist.new_group()
-    total, again = torch.tensor([dist.get_rank() + 1.0]), torch.tensor([dist.get_rank() + 1.0])
+    total = torch.tensor([dist.get_rank() + 1.0])
+    again = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
     dist.all_reduce(again, group=group)
     return {"sums": [total.item(), again.item()]}

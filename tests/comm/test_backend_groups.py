@@ -107,11 +107,13 @@ def test_ranks_that_name_other_members_get_an_error_with_both_lists(rank):
 
 
 def make_worlds(path: str) -> list[float]:
-    rank, sums = int(os.environ["RANK"]), []
+    rank = int(os.environ["RANK"])
+    sums = []
     store = dist.FileStore(path, 3)
     for members in ([0, 1], [1, 2], [0, 2]):
         dist.init_process_group("lockstep", store=store, rank=rank, world_size=3)
-        group, tensor = dist.new_group(members), torch.tensor([1.0 + rank])
+        group = dist.new_group(members)
+        tensor = torch.tensor([1.0 + rank])
         if rank in members:
             dist.all_reduce(tensor, group=group)
             sums.append(tensor.item())
@@ -127,7 +129,9 @@ def test_a_group_may_have_other_members_in_a_later_world_of_the_same_store(tmp_p
 
 
 def test_ranks_may_be_threads_of_one_process():
-    store, results, n = dist.HashStore(), {}, 3
+    store = dist.HashStore()
+    results = {}
+    n = 3
 
     def rank(number: int) -> None:
         native = backend.load_native().create(

@@ -100,7 +100,8 @@ DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch
 def test_empty_has_the_dtypes_of_torch_empty(dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch: some types are experimental
-        found, expected = empty_shared(3, dtype=dtype), torch.empty(3, dtype=dtype)
+        found = empty_shared(3, dtype=dtype)
+        expected = torch.empty(3, dtype=dtype)
     assert (found.dtype, found.nbytes) == (expected.dtype, expected.nbytes)
     assert is_shared(found)
 
@@ -117,7 +118,8 @@ def test_empty_has_the_default_dtype_of_torch():
     "size", [(3,), (2, 3), ((2, 3),), ([2, 3],), ((),), (0,), (torch.Size([2]),), (np.int64(3),)]
 )
 def test_empty_has_the_sizes_of_torch_empty(size):
-    found, expected = empty_shared(*size), torch.empty(*size)
+    found = empty_shared(*size)
+    expected = torch.empty(*size)
     assert (found.shape, found.stride()) == (expected.shape, expected.stride())
 
 
@@ -153,7 +155,8 @@ def test_the_native_module_takes_only_a_dtype_as_one(dtype):
 
 
 def write_and_read() -> list[object]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     descriptors = len(os.listdir("/proc/self/fd"))
     tensor = create_group_tensor((ranks, 1000), torch.float64)
     fresh = tensor.count_nonzero().item()
@@ -266,7 +269,8 @@ def test_words_keep_every_bit_and_refuse_what_is_none():
 
 def cut_sums(cuts: list[int], scatter: bool) -> list[object]:
     """Add 4 leaves of 100 numbers; return this rank's slice, and what a wrong plan raises."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     bucket = Bucket(torch.float32, (Member(0, 100, 0),), 112)
     nodes_by_rank = [[(0, 2)], [(2, 3), (3, 4)], []][:ranks]
     native = backend.of_group(None)

@@ -46,7 +46,8 @@ def reuse(shape: tuple[int, int]) -> None:
 def test_messages_need_no_work_to_be_held(rank):
     """Temporary tensors, and those with stand-ins."""
     arrived = torch.zeros(600, 500)
-    first, last = torch.empty(500, 600), torch.empty(600, 500)
+    first = torch.empty(500, 600)
+    last = torch.empty(600, 500)
     if rank == 0:
         dist.isend(matrix(1).t(), 1)
         dist.isend(matrix(2).clone(), 1)
@@ -84,7 +85,8 @@ def polled_in_its_callback() -> bool:
     if dist.get_rank() == 0:
         return sent_to_who_listens()
     work = dist.irecv(torch.empty(3), 0)
-    entered, go = threading.Event(), threading.Event()
+    entered = threading.Event()
+    go = threading.Event()
     called = work.get_future().then(lambda _: (entered.set(), go.wait(LIMIT))[1])
     dist.send(torch.ones(1), 0)
     entered.wait(LIMIT)
@@ -104,7 +106,8 @@ def waited_for_in_its_callback() -> bool:
 
 def calls_in_callbacks() -> float:
     """Make collectives in callbacks of messages that come while others are under way."""
-    rank, total = dist.get_rank(), torch.zeros(1)
+    rank = dist.get_rank()
+    total = torch.zeros(1)
     for number in range(100):
         one = torch.ones(1)
         if rank == 0:

@@ -35,9 +35,11 @@ def tensor_for(draw: random.Random, numel: int) -> torch.Tensor:
 
 
 def one_call(draw: random.Random, waiting: list) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     numel = draw.choice((0, 1, 7, 100, 129, 1000, 5000))
-    kind, root = draw.randrange(7), draw.randrange(n)
+    kind = draw.randrange(7)
+    root = draw.randrange(n)
     later = draw.random() < 0.4
     mine = tensor_for(draw, numel).fill_(rank + 1)
     total = n * (n + 1) / 2
@@ -56,7 +58,8 @@ def one_call(draw: random.Random, waiting: list) -> None:
         work = dist.reduce_scatter_tensor(mine, whole, async_op=later)
         check = (mine, torch.full((numel,), total))
     elif kind == 4:
-        whole, given = torch.empty(numel * n), torch.full((numel * n,), rank + 1.0)
+        whole = torch.empty(numel * n)
+        given = torch.full((numel * n,), rank + 1.0)
         work = dist.all_to_all_single(whole, given, async_op=later)
         check = (whole, torch.arange(1.0, n + 1).repeat_interleave(numel))
     elif kind == 5:
@@ -76,7 +79,9 @@ def one_call(draw: random.Random, waiting: list) -> None:
 
 
 def random_calls(seconds: float, seed: int) -> int:
-    draw, waiting, calls = random.Random(seed), [], 0
+    draw = random.Random(seed)
+    waiting = []
+    calls = 0
     until = time.monotonic() + seconds
     going = torch.ones(1)
     while going.item():

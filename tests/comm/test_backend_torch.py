@@ -130,7 +130,8 @@ class Rotation(nn.Module):
 def complex_parameters() -> list[Any]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    is_native, found = dist.get_backend() == "lockstep", []
+    is_native = dist.get_backend() == "lockstep"
+    found = []
 
     def hook(state, bucket):  # torch reads annotations, which are strings here
         state.append(is_shared(bucket.buffer()) == is_native)
@@ -262,11 +263,10 @@ def sharded_tensors() -> list[torch.Tensor]:
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("outer", "inner"))["inner"]
-    left, right = inputs(1)[:7], inputs(2)[:, :5].repeat(4, 1)
-    rows, columns = (
-        distribute_tensor(left, mesh, [Shard(0)]),
-        distribute_tensor(right, mesh, [Shard(1)]),
-    )
+    left = inputs(1)[:7]
+    right = inputs(2)[:, :5].repeat(4, 1)
+    rows = distribute_tensor(left, mesh, [Shard(0)])
+    columns = distribute_tensor(right, mesh, [Shard(1)])
     moved = rows.redistribute(mesh, [Shard(1)])
     product = moved @ columns.redistribute(mesh, [Shard(0)])  # partial sums
     assert isinstance(product.placements[0], Partial)
@@ -298,7 +298,8 @@ def tensor_parallel() -> list[torch.Tensor]:
 def pipelines() -> list[Any]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-    rank, found = dist.get_rank(), []
+    rank = dist.get_rank()
+    found = []
     for kind in (ScheduleGPipe, Schedule1F1B):
         net = model()
         mine = nn.Sequential(*(net[:2] if rank == 0 else net[2:]))
@@ -341,7 +342,8 @@ def checkpoints() -> list[Any]:
 def functional_collectives() -> list[torch.Tensor]:
     import torch.distributed._functional_collectives as funcol
 
-    group, rank = dist.group.WORLD, dist.get_rank()
+    group = dist.group.WORLD
+    rank = dist.get_rank()
     x = torch.arange(8.0).view(4, 2) + rank
     x.requires_grad_()
     splits = [3, 1] if rank == 0 else [1, 3]
@@ -379,7 +381,8 @@ def same(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("title", PROGRAMS)
 def test_it_computes_on_lockstep_what_it_computes_on_gloo(results, title):
     for rank in range(RANKS):
-        ours, theirs = results["lockstep"][rank][title], results["gloo"][rank][title]
+        ours = results["lockstep"][rank][title]
+        theirs = results["gloo"][rank][title]
         assert not isinstance(theirs, str), theirs
         assert not isinstance(ours, str), ours
         same(ours, theirs)

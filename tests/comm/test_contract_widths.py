@@ -42,7 +42,8 @@ def test_a_group_of_many_ranks(ranks, n):
 @pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_ranks_that_are_threads_of_one_process(n):
-    store, ran = dist.HashStore(), {}
+    store = dist.HashStore()
+    ran = {}
 
     def rank(number: int) -> None:
         native = backend.load_native().create(

@@ -25,7 +25,8 @@ CASES = [
 @pytest.mark.parametrize("most", [4, pytest.param(8, marks=pytest.mark.stress)])
 def test_the_sum_is_the_tree_bit_for_bit_on_every_number_of_ranks(most):
     def compare():
-        device, wrong = joined.world().device, []
+        device = joined.world().device
+        wrong = []
         for ranks in range(2, dist.get_world_size() + 1):
             group = dist.new_group(range(ranks))
             if ls.rank() >= ranks:
@@ -68,7 +69,8 @@ def test_a_rank_may_replace_its_memory_alone_and_unmaps_all_at_shutdown():
         from simulated import ipc
 
         found = shares_device(joined.world().device, None)
-        first, seen = make(found), []
+        first = make(found)
+        seen = []
         for turn in range(4):
             if turn == ls.rank() + 1:
                 first = make(found)
@@ -86,7 +88,8 @@ def test_sums_that_are_copied_late_are_complete_before_their_memory_is_written_a
     def overlap():
         device = joined.world().device
         reduction = make(shares_device(device, None))
-        values, seen = [held(10 * turn + ls.rank()) for turn in range(2)], []
+        values = [held(10 * turn + ls.rank()) for turn in range(2)]
+        seen = []
         torch.accelerator.synchronize(device)
         for turn in range(2):
             with torch.Stream(device):

@@ -70,7 +70,8 @@ def test_a_large_bucket_needs_messages_for_few_pieces(rank, monkeypatch):
     nodes_by_rank = [[(0, 1)], [(1, 2)]]
     added = PiecewiseAllReduce(bucket, nodes_by_rank, 2, device, None, piece_bytes=1024)
     assert len(added._pieces) > 20
-    launch, on_their_way = PortableAllReduce.launch, []
+    launch = PortableAllReduce.launch
+    on_their_way = []
 
     def count(self, *given):
         on_their_way.append(sum(piece._work is not None for piece in added._pieces))

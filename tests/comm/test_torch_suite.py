@@ -43,7 +43,8 @@ def outcomes(name: str, folder: Path) -> dict[str, str]:
 
 
 def test_what_passes_on_gloo_passes_on_lockstep(tmp_path):
-    theirs, ours = outcomes("gloo", tmp_path), outcomes("lockstep", tmp_path)
+    theirs = outcomes("gloo", tmp_path)
+    ours = outcomes("lockstep", tmp_path)
     passed = {name for name, outcome in theirs.items() if outcome == "passed"}
     assert len(passed) >= LEAST
     failed = {name for name in passed if ours[name] != "passed"}

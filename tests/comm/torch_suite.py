@@ -57,7 +57,8 @@ def take_the_name_of_gloo() -> None:
     class ProcessGroupGloo(metaclass=Impostor):
         pass
 
-    dist.ProcessGroupGloo = distributed_c10d.ProcessGroupGloo = ProcessGroupGloo
+    dist.ProcessGroupGloo = ProcessGroupGloo
+    distributed_c10d.ProcessGroupGloo = ProcessGroupGloo
 
     class Logger(dist.Logger):
         """Logs nothing: torch would read gloo's number of threads where the backend has none."""

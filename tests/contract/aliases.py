@@ -52,7 +52,8 @@ OVERLAPS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
 
 
 def all_reduce_coalesced(views: Callable[[torch.Tensor], list[torch.Tensor]], count: int) -> None:
-    tensor, other = written(dist.get_rank(), count), written(dist.get_rank(), 3, part=1)
+    tensor = written(dist.get_rank(), count)
+    other = written(dist.get_rank(), 3, part=1)
     first, *rest = views(tensor)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -98,14 +99,16 @@ def all_gather_from_the_place_of_another(count: int) -> None:
 
 
 def gather_one_output(count: int) -> None:
-    output, here = written(NOWHERE, count), dist.get_rank() == 0
+    output = written(NOWHERE, count)
+    here = dist.get_rank() == 0
     dist.gather(written(dist.get_rank(), count), [output] * len(ranks()) if here else None)
     if here:
         same(output, written(len(ranks()) - 1, count), "output")
 
 
 def gather_from_the_place_of_another(count: int) -> None:
-    outputs, here = [written(NOWHERE, count) for _ in ranks()], dist.get_rank() == 0
+    outputs = [written(NOWHERE, count) for _ in ranks()]
+    here = dist.get_rank() == 0
     given = outputs[-1]
     given.copy_(written(dist.get_rank(), count))
     dist.gather(given, outputs if here else None)
@@ -145,7 +148,8 @@ def reduce_scatter_to_the_place_of_another(count: int) -> None:
 
 
 def all_gather_single_from_the_place_of_another(count: int) -> None:
-    output, place = row(NOWHERE, count), (dist.get_rank() + 1) % len(ranks())
+    output = row(NOWHERE, count)
+    place = (dist.get_rank() + 1) % len(ranks())
     given = output[place * count : (place + 1) * count].copy_(written(dist.get_rank(), count))
     movement.all_gather_single(output, given)
     same(output, torch.cat([written(r, count) for r in ranks()]), "output")
@@ -208,7 +212,8 @@ def manager_all_gather_one_output(count: int) -> None:
 
 
 def manager_all_gather_into_an_input(count: int) -> None:
-    first, second = row(NOWHERE, count), row(NOWHERE, count)
+    first = row(NOWHERE, count)
+    second = row(NOWHERE, count)
     given = first[len(first) - count :].copy_(written(dist.get_rank(), count, part=1))
     with dist._coalescing_manager():
         movement.all_gather_single(first, written(dist.get_rank(), count))
@@ -218,7 +223,8 @@ def manager_all_gather_into_an_input(count: int) -> None:
 
 
 def manager_reduce_scatter_one_output(count: int) -> None:
-    rank, output = dist.get_rank(), written(NOWHERE, count)
+    rank = dist.get_rank()
+    output = written(NOWHERE, count)
     given = [written(rank, count * len(ranks()), part=p) for p in range(2)]
     with dist._coalescing_manager():
         for tensor in given:
@@ -227,7 +233,8 @@ def manager_reduce_scatter_one_output(count: int) -> None:
 
 
 def manager_reduce_scatter_into_an_input(count: int) -> None:
-    rank, output = dist.get_rank(), written(NOWHERE, count)
+    rank = dist.get_rank()
+    output = written(NOWHERE, count)
     given = [written(rank, count * len(ranks()), part=p) for p in range(2)]
     early = given[1][:count]
     with dist._coalescing_manager():

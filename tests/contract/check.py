@@ -99,7 +99,8 @@ def same_tensor(got: torch.Tensor, expected: torch.Tensor, what: str, relative: 
     if (got.dtype, got.shape) != (expected.dtype, expected.shape):
         raise Wrong(f"{what}: {got.dtype} {list(got.shape)}, expected "
                     f"{expected.dtype} {list(expected.shape)}")  # fmt: skip
-    got, expected = comparable(got), comparable(expected)
+    got = comparable(got)
+    expected = comparable(expected)
     wrong = (got - expected).abs() > relative * expected.abs() if relative else got != expected
     if not wrong.any():
         return

@@ -61,7 +61,8 @@ def start_all_gather(count: int) -> Started:
 
 
 def start_reduce_scatter(count: int) -> Started:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     output = written(NOWHERE, count)
     send = joined([written(rank, count, part=part) for part in range(n)])
     work = reduction.reduce_scatter_single(output, send, async_op=True)
@@ -69,7 +70,8 @@ def start_reduce_scatter(count: int) -> Started:
 
 
 def start_all_to_all(count: int) -> Started:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     output = written(NOWHERE, count * n)
     send = joined([written(rank, count, part=part) for part in range(n)])
     work = dist.all_to_all_single(output, send, async_op=True)
@@ -138,14 +140,16 @@ def thing(rank: int, length: int) -> dict[str, object]:
 
 
 def all_gather_objects(length: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     outputs: list[object] = [None] * n
     dist.all_gather_object(outputs, thing(rank, length * rank))
     same(outputs, [thing(r, length * r) for r in range(n)], "objects")
 
 
 def gather_objects(length: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     outputs: list[object] | None = [None] * n if rank == n - 1 else None
     dist.gather_object(thing(rank, length * rank), outputs, n - 1)
     if outputs is not None:
@@ -153,21 +157,24 @@ def gather_objects(length: int) -> None:
 
 
 def broadcast_objects(length: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     held: list[object] = [thing(rank, length), rank]
     dist.broadcast_object_list(held, n - 1)
     same(held, [thing(n - 1, length), n - 1], "objects")
 
 
 def scatter_objects(length: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     output: list[object] = [None]
     dist.scatter_object_list(output, [thing(r, length) for r in range(n)] if rank == 0 else None)
     same(output, [thing(rank, length)], "objects")
 
 
 def send_objects() -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     if rank == 0:
         dist.send_object_list([thing(0, 10), 3], n - 1)
     elif rank == n - 1:
@@ -224,7 +231,8 @@ def functional_all_gather(counts: Sequence[int]) -> None:
 
 
 def functional_reduce_scatter(counts: Sequence[int]) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     send = [joined([written(rank, count, part=i + p) for p in range(n)])
             for i, count in enumerate(counts)]  # fmt: skip
     dims = [0] * len(counts)
@@ -257,7 +265,8 @@ def functional_one() -> None:
 
 
 def functional_all_to_all() -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     send = joined([written(rank, 6, part=part) for part in range(n)])
     found = functional.all_to_all_single(send, None, None, dist.group.WORLD)
     same(ready(found), torch.cat(everybody(6, rank)), "result")
@@ -270,7 +279,8 @@ def functional_broadcast() -> None:
 
 
 def managed(kind: str) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     counts = (5, 1000)
     tensors = mine(counts)
     gathered = [written(NOWHERE, n * count) for count in counts]
@@ -314,7 +324,9 @@ def program(seed: int, sizes: Sequence[int]) -> None:
     for _ in range(25):
         size = dice.choice(sizes)
         dtype = dice.choice([torch.float32, torch.float64, torch.bfloat16, torch.int32])
-        op, root, kind = dice.choice(["SUM", "MIN", "MAX"]), dice.choice(roots), dice.randrange(6)
+        op = dice.choice(["SUM", "MIN", "MAX"])
+        root = dice.choice(roots)
+        kind = dice.randrange(6)
         match kind:
             case 0:
                 reduction.one_all_reduce(op, dtype, size)

@@ -36,7 +36,8 @@ def one_group(members: list[int]) -> None:
 
 
 def inside(group: dist.ProcessGroup, members: list[int]) -> None:
-    rank, n = dist.get_rank(), len(members)
+    rank = dist.get_rank()
+    n = len(members)
     tensor = written(rank, 50)
     dist.all_reduce(tensor, group=group)
     same(tensor, reduced("SUM", [written(r, 50) for r in members]), "all_reduce")
@@ -61,10 +62,12 @@ def inside(group: dist.ProcessGroup, members: list[int]) -> None:
 
 def halves() -> None:
     """Let even and odd ranks work at the same time, each in a group of its own."""
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     both = [[r for r in range(n) if r % 2 == odd] for odd in (0, 1)]
     made = [dist.new_group(members) if members else None for members in both]
-    mine, group = both[rank % 2], made[rank % 2]
+    mine = both[rank % 2]
+    group = made[rank % 2]
     assert group is not None
     for _ in range(10):
         inside(group, mine)
@@ -84,9 +87,11 @@ def made_and_destroyed() -> None:
 
 def beside_the_default() -> None:
     """Use two groups of the same ranks in turn, with work pending in both."""
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     group = dist.new_group()
-    first, second = written(rank, 3000), written(rank, 3000, part=1)
+    first = written(rank, 3000)
+    second = written(rank, 3000, part=1)
     works = [
         dist.all_reduce(first, async_op=True),
         dist.all_reduce(second, group=group, async_op=True),
@@ -100,7 +105,8 @@ def beside_the_default() -> None:
 
 
 def roots_in_group() -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     members = list(range(n))[n // 2 :]
     group = dist.new_group(members)
     if rank not in members:
@@ -142,7 +148,8 @@ def from_threads(count: int, size: int) -> None:
 
 
 def in_thread(group: dist.ProcessGroup, number: int, size: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     for turn in range(5):
         part = number + turn
         tensor = written(rank, size + turn, part=part)
@@ -152,7 +159,8 @@ def in_thread(group: dist.ProcessGroup, number: int, size: int) -> None:
 
 
 def handed_over() -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     tensor = written(rank, 5000)
     work = dist.all_reduce(tensor, async_op=True)
     thread = threading.Thread(target=work.wait)

@@ -100,21 +100,24 @@ def gather_output(lay: Lay) -> None:
 
 
 def scatter_input(lay: Lay) -> None:
-    rank, output = dist.get_rank(), written(NOWHERE, SHAPE)
+    rank = dist.get_rank()
+    output = written(NOWHERE, SHAPE)
     send = [lay(written(0, SHAPE, part=p)) for p in range(dist.get_world_size())]
     dist.scatter(output, send if rank == 0 else None)
     same(output, written(0, SHAPE, part=rank), "output")
 
 
 def scatter_output(lay: Lay) -> None:
-    rank, output = dist.get_rank(), lay(written(NOWHERE, SHAPE))
+    rank = dist.get_rank()
+    output = lay(written(NOWHERE, SHAPE))
     send = [written(0, SHAPE, part=p) for p in range(dist.get_world_size())]
     dist.scatter(output, send if rank == 0 else None)
     same(output, written(0, SHAPE, part=rank), "output")
 
 
 def reduce_scatter_input(lay: Lay) -> None:
-    rank, output = dist.get_rank(), written(NOWHERE, SHAPE)
+    rank = dist.get_rank()
+    output = written(NOWHERE, SHAPE)
     dist.reduce_scatter(
         output, [lay(written(rank, SHAPE, part=p)) for p in range(len(everybody()))]
     )
@@ -122,32 +125,37 @@ def reduce_scatter_input(lay: Lay) -> None:
 
 
 def reduce_scatter_output(lay: Lay) -> None:
-    rank, output = dist.get_rank(), lay(written(NOWHERE, SHAPE))
+    rank = dist.get_rank()
+    output = lay(written(NOWHERE, SHAPE))
     dist.reduce_scatter(output, [written(rank, SHAPE, part=p) for p in range(len(everybody()))])
     same(output, reduced("SUM", everybody(rank)), "output")
 
 
 def reduce_scatter_single_output(lay: Lay) -> None:
-    rank, output = dist.get_rank(), lay(written(NOWHERE, SHAPE))
+    rank = dist.get_rank()
+    output = lay(written(NOWHERE, SHAPE))
     send = torch.cat([written(rank, SHAPE, part=p) for p in range(len(everybody()))])
     reduction.reduce_scatter_single(output, send)
     same(output, reduced("SUM", everybody(rank)), "output")
 
 
 def all_to_all_input(lay: Lay) -> None:
-    rank, outputs = dist.get_rank(), [written(NOWHERE, SHAPE) for _ in everybody()]
+    rank = dist.get_rank()
+    outputs = [written(NOWHERE, SHAPE) for _ in everybody()]
     dist.all_to_all(outputs, [lay(written(rank, SHAPE, part=p)) for p in range(len(outputs))])
     same(outputs, everybody(rank), "outputs")
 
 
 def all_to_all_output(lay: Lay) -> None:
-    rank, outputs = dist.get_rank(), [lay(written(NOWHERE, SHAPE)) for _ in everybody()]
+    rank = dist.get_rank()
+    outputs = [lay(written(NOWHERE, SHAPE)) for _ in everybody()]
     dist.all_to_all(outputs, [written(rank, SHAPE, part=p) for p in range(len(outputs))])
     same(outputs, everybody(rank), "outputs")
 
 
 def message_sent(lay: Lay) -> None:
-    rank, output = dist.get_rank(), written(NOWHERE, SHAPE)
+    rank = dist.get_rank()
+    output = written(NOWHERE, SHAPE)
     if dist.get_world_size() > 1 and rank == 0:
         dist.send(lay(written(0, SHAPE)), 1)
     elif rank == 1:
@@ -156,7 +164,8 @@ def message_sent(lay: Lay) -> None:
 
 
 def message_received(lay: Lay) -> None:
-    rank, output = dist.get_rank(), lay(written(NOWHERE, SHAPE))
+    rank = dist.get_rank()
+    output = lay(written(NOWHERE, SHAPE))
     if dist.get_world_size() > 1 and rank == 0:
         dist.send(written(0, SHAPE), 1)
     elif rank == 1:
@@ -166,7 +175,8 @@ def message_received(lay: Lay) -> None:
 
 def all_reduce_expanded() -> None:
     """Reduce a tensor whose elements share memory: a sum in place would be added twice."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     tensor = written(rank, (1, 5)).expand(4, 5)
     dist.all_reduce(tensor)
     same(tensor, reduced("SUM", [written(r, (1, 5)) for r in range(n)]).expand(4, 5), "result")

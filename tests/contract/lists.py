@@ -50,7 +50,8 @@ def all_reduce(op: str, count: int) -> None:
     tensors = own(count)
     chosen = options(dist.AllreduceOptions, reduceOp=getattr(dist.ReduceOp, op))
     world().allreduce(tensors, chosen).wait()
-    ranks, parts = range(dist.get_world_size()), range(2)
+    ranks = range(dist.get_world_size())
+    parts = range(2)
     wanted = reduced(op, [written(r, count, part=part) for r in ranks for part in parts])
     same(tensors, [wanted] * 2, "results")
 
@@ -80,7 +81,8 @@ def all_gather(count: int) -> None:
 
 # ---- mistakes, which a program for Gloo expects as RuntimeError ----
 
-SHORT, LONG = torch.zeros(1), torch.zeros(2)
+SHORT = torch.zeros(1)
+LONG = torch.zeros(2)
 WIDE = torch.zeros(1, dtype=torch.float64)
 
 

@@ -36,7 +36,8 @@ def messages(run: Ledger, sizes: Sequence[int]) -> None:
 
 def neighbours() -> tuple[int, int, int]:
     """Return this rank, the one that it sends to, and the one that it hears from."""
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     return rank, (rank + 1) % n, (rank - 1) % n
 
 
@@ -59,7 +60,8 @@ def batch(size: int) -> None:
     rank, after, before = neighbours()
     if rank == after:
         return
-    output, sent = written(NOWHERE, size), written(rank, size)
+    output = written(NOWHERE, size)
+    sent = written(rank, size)
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, output, before)]
     )
@@ -97,7 +99,8 @@ def pending() -> None:
 
 def any_source() -> None:
     """Let rank 0 hear from all the others, whoever comes first."""
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     if rank:
         dist.send(written(rank, 30), 0)
         return
@@ -112,7 +115,8 @@ def any_source() -> None:
 
 def any_source_pending() -> None:
     """Let rank 0 wait for any source several times at once."""
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     if rank:
         dist.send(written(rank, 30), 0, tag=5)
         return

@@ -46,28 +46,32 @@ def all_gather(run: Ledger, sizes: Sequence[int]) -> None:
 
 
 def into_list(dtype: torch.dtype, count: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     outputs = [empty(count, dtype) for _ in range(n)]
     dist.all_gather(outputs, written(rank, count, dtype))
     same(outputs, [written(r, count, dtype) for r in range(n)], "output")
 
 
 def into_single(dtype: torch.dtype, count: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     output = empty(n * count, dtype)
     all_gather_single(output, written(rank, count, dtype))
     same(output, torch.cat([written(r, count, dtype) for r in range(n)]), "output")
 
 
 def into_rows(dtype: torch.dtype, count: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     output = empty(n * count, dtype).view(n, count)
     all_gather_single(output, written(rank, count, dtype))
     same(output, torch.stack([written(r, count, dtype) for r in range(n)]), "output")
 
 
 def gather_in_place(count: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     output = empty(n * count, torch.float32)
     mine = output[rank * count : (rank + 1) * count]
     mine.copy_(written(rank, count))
@@ -76,7 +80,8 @@ def gather_in_place(count: int) -> None:
 
 
 def uneven_all_gather(dtype: torch.dtype) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     outputs = [empty(2 + 3 * r, dtype) for r in range(n)]
     dist.all_gather(outputs, written(rank, 2 + 3 * rank, dtype))
     same(outputs, [written(r, 2 + 3 * r, dtype) for r in range(n)], "output")
@@ -91,7 +96,8 @@ def gather(run: Ledger, sizes: Sequence[int]) -> None:
 
 
 def one_gather(dtype: torch.dtype, count: int, root: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     outputs = [empty(count, dtype) for _ in range(n)] if rank == root else None
     dist.gather(written(rank, count, dtype), outputs, root)
     if outputs is not None:
@@ -107,7 +113,8 @@ def scatter(run: Ledger, sizes: Sequence[int]) -> None:
 
 
 def one_scatter(dtype: torch.dtype, count: int, root: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     send = [written(root, count, dtype, p) for p in range(n)] if rank == root else None
     output = empty(count, dtype)
     dist.scatter(output, send, root)
@@ -127,7 +134,8 @@ def all_to_all(run: Ledger, sizes: Sequence[int]) -> None:
 
 
 def exchange_single(dtype: torch.dtype, count: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     send = joined([written(rank, count, dtype, p) for p in range(n)])
     output = empty(n * count, dtype)
     dist.all_to_all_single(output, send)
@@ -135,7 +143,8 @@ def exchange_single(dtype: torch.dtype, count: int) -> None:
 
 
 def exchange_lists(dtype: torch.dtype, count: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     outputs = [empty(count, dtype) for _ in range(n)]
     dist.all_to_all(outputs, [written(rank, count, dtype, p) for p in range(n)])
     same(outputs, [written(r, count, dtype, rank) for r in range(n)], "output")
@@ -147,7 +156,8 @@ def length(source: int, destination: int, least: int) -> int:
 
 
 def uneven_single(dtype: torch.dtype, least: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     sends = [written(rank, length(rank, p, least), dtype, p) for p in range(n)]
     wanted = [written(r, length(r, rank, least), dtype, rank) for r in range(n)]
     output = empty(sum(map(len, wanted)), dtype)
@@ -156,7 +166,8 @@ def uneven_single(dtype: torch.dtype, least: int) -> None:
 
 
 def uneven_lists(dtype: torch.dtype, least: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     wanted = [written(r, length(r, rank, least), dtype, rank) for r in range(n)]
     outputs = [empty(len(one), dtype) for one in wanted]
     dist.all_to_all(outputs, [written(rank, length(rank, p, least), dtype, p) for p in range(n)])

@@ -111,23 +111,28 @@ def reduce_scatter(run: Ledger, sizes: Sequence[int]) -> None:
 
 
 def into_single(op: str, dtype: torch.dtype, count: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     send = joined([written(rank, count, dtype, part) for part in range(n)])
-    kept, output = send.clone(), written(9, count, dtype)
+    kept = send.clone()
+    output = written(9, count, dtype)
     reduce_scatter_single(output, send, op_named(op))
     same(output, expected(op, count, dtype, rank), "output", tolerance(op, dtype))
     same(send, kept, "input afterwards")
 
 
 def into_list(op: str, dtype: torch.dtype, count: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
-    send, output = [written(rank, count, dtype, p) for p in range(n)], written(9, count, dtype)
+    n = dist.get_world_size()
+    rank = dist.get_rank()
+    send = [written(rank, count, dtype, p) for p in range(n)]
+    output = written(9, count, dtype)
     dist.reduce_scatter(output, send, op_named(op))
     same(output, expected(op, count, dtype, rank), "output", tolerance(op, dtype))
 
 
 def in_place(count: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     both = joined([written(rank, count, part=part) for part in range(n)])
     output = both[rank * count : (rank + 1) * count]
     reduce_scatter_single(output, both)
@@ -135,7 +140,8 @@ def in_place(count: int) -> None:
 
 
 def uneven(dtype: torch.dtype) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     send = [written(rank, 3 + 2 * part, dtype, part) for part in range(n)]
     output = written(9, 3 + 2 * rank, dtype)
     dist.reduce_scatter(output, send)

@@ -74,7 +74,8 @@ def along_the_tree(dtype: torch.dtype, count: int) -> None:
 
 
 def scattered_along_the_tree(count: int) -> None:
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     output = torch.zeros(count)
     send = torch.cat([random_values(rank, count, torch.float32, part) for part in range(n)])
     reduction.reduce_scatter_single(output, send)

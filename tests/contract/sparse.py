@@ -34,7 +34,8 @@ def sparse(run: Ledger, sizes: Sequence[int]) -> None:
 
 def on_rank(rank: int, kind: str, dtype: torch.dtype, part: int = 0) -> torch.Tensor:
     """Return entries of `rank`: one of its own, one of all ranks, and one of those twice."""
-    shape, dimensions = SHAPES[kind], SPARSE_DIMENSIONS[kind]
+    shape = SHAPES[kind]
+    dimensions = SPARSE_DIMENSIONS[kind]
     rows = torch.tensor([rank % shape[0], shape[0] - 1, shape[0] - 1, part])
     where = torch.stack([rows] + [torch.full((4,), 1)] * (dimensions - 1))
     values = written(rank, (4, *shape[dimensions:]), dtype, part)
@@ -60,7 +61,8 @@ def one_sum(kind: str, dtype: torch.dtype) -> None:
 
 
 def empty(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    where, values = torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3, dtype=dtype)
+    where = torch.empty(1, 0, dtype=torch.int64)
+    values = torch.empty(0, 3, dtype=dtype)
     return torch.sparse_coo_tensor(where, values, SHAPES["rows"], check_invariants=True)
 
 

@@ -30,7 +30,9 @@ class Picture:
     """What a picture of PIL looks like."""
 
     def __init__(self, octets: bytes, mode: str = "L") -> None:
-        self.octets, self.mode, self.size = octets, mode, (len(octets), 1)
+        self.octets = octets
+        self.mode = mode
+        self.size = (len(octets), 1)
 
     def tobytes(self) -> bytes:
         return self.octets

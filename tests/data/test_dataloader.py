@@ -57,7 +57,9 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(8)
 
 
-NOISY, TABLE, STREAM = Noisy(), TensorDataset(torch.arange(21.0)), Stream()
+NOISY = Noisy()
+TABLE = TensorDataset(torch.arange(21.0))
+STREAM = Stream()
 REVERSED = list(range(20, -1, -1))
 
 
@@ -135,7 +137,8 @@ class Prefetcher:
     """A loader of another library."""
 
     def __init__(self) -> None:
-        self.dataset, self.batch_size = NOISY, 4
+        self.dataset = NOISY
+        self.batch_size = 4
 
     def __iter__(self) -> Any:
         yield from ()
@@ -145,7 +148,8 @@ def ignore(worker: int) -> None:
     raise AssertionError(worker)
 
 
-X, Y = torch.randn(20, 6), torch.randint(0, 3, (20,))
+X = torch.randn(20, 6)
+Y = torch.randint(0, 3, (20,))
 PAIRS = TensorDataset(X, Y)
 WITH_DISTRIBUTED = DistributedSampler(NOISY, num_replicas=2, rank=0)
 

@@ -103,7 +103,8 @@ def test_mnist_is_downloaded_where_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first mirror that has it; another file is not kept."""
-    source, folder = tmp_path / "mirror/good", tmp_path / "data"
+    source = tmp_path / "mirror/good"
+    folder = tmp_path / "data"
     other = tmp_path / "mirror/other"
     source.mkdir(parents=True)
     other.mkdir()

@@ -23,7 +23,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draw_changes_the_state_of_a_generator(kind: str) -> None:
     make, draw = KINDS[kind]
-    generator, other = make(), make()
+    generator = make()
+    other = make()
     assert is_private_generator(generator)
     assert generator_state(generator) == generator_state(other)
     draw(generator)

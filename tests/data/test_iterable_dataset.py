@@ -17,7 +17,8 @@ class Stream(IterableDataset[Any]):
     """Sample i is (i, a draw)."""
 
     def __init__(self, length: int, fails_at: int = -1) -> None:
-        self.length, self.fails_at = length, fails_at
+        self.length = length
+        self.fails_at = fails_at
 
     def indices(self) -> range:
         return range(self.length)

@@ -197,7 +197,8 @@ def test_a_state_goes_on_at_another_width(
     length = len(Batches(Augmented(n), batch_size))
     stop = data.draw(st.integers(0, length))
     options: dict[str, Any] = {"seed": 2, "epoch": 1}
-    begun, state = [], {}
+    begun = []
+    state = {}
     for replica in range(before):
         batches = Batches(Augmented(n), batch_size, replicas=before, replica=replica, **options)
         taken = [batch for batch, _ in zip(batches, range(stop), strict=False)] if stop else []

@@ -50,7 +50,8 @@ def plan(ranks: int, epoch: int, options: Any) -> dict[tuple[int, int], Any]:
     """Return the samples and the plan of each micro-batch of all ranks."""
     found: dict[tuple[int, int], Any] = {}
     for rank in range(ranks):
-        sampler, recorder = make(ranks, rank, **options()), Recorder()
+        sampler = make(ranks, rank, **options())
+        recorder = Recorder()
         sampler.attach(recorder)
         sampler.set_epoch(epoch)
         lists = [list(indices) for indices in sampler]

@@ -19,7 +19,8 @@ class Held(Dataset[Any]):
     """Samples are views of what the dataset holds."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.tensor = kind, torch.arange(24.0).view(8, 3)
+        self.kind = kind
+        self.tensor = torch.arange(24.0).view(8, 3)
         self.array = numpy.arange(24.0).reshape(8, 3)
         self.buffer = torch.empty(8, 3)
 

@@ -48,7 +48,9 @@ def until(condition: Any, seconds: float = 20.0) -> bool:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    children, threads, segments = workers(), set(threading.enumerate()), shared_memory()
+    children = workers()
+    threads = set(threading.enumerate())
+    segments = shared_memory()
     yield
     gc.collect()
     assert workers() <= children
@@ -59,7 +61,8 @@ def _nothing_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("ends", ["raise", "whole", "held"])
 def test_nothing_is_left_however_iterating_ends(ends: str) -> None:
-    before, files = workers(), psutil.Process().num_fds()
+    before = workers()
+    files = psutil.Process().num_fds()
     seen = []
     batches = iter(Batches(Numbers(), 4, num_workers=2))
     try:
@@ -129,7 +132,8 @@ def test_a_killed_worker_is_one_sentence() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return torch.tensor(index)
 
-    begun, before = time.monotonic(), workers()
+    begun = time.monotonic()
+    before = workers()
     with pytest.raises(SampleError, match=r"^a loader worker failed: .*(SIGKILL|Killed)") as caught:
         list(Batches(Deadly(), 4, shuffle=False, num_workers=2))
     assert time.monotonic() - begun < 20
@@ -225,7 +229,8 @@ def test_the_rank_loads_what_terminated_workers_leave(
     """systemd and srun send SIGTERM to the workers too, while the ranks save a checkpoint."""
     monkeypatch.setattr("lockstep.data.workers.POLL_SECONDS", 0.2)
     expected = [batch.microbatches[0].data.tolist() for batch in Batches(data, 10)]
-    before, asked = workers(), []
+    before = workers()
+    asked = []
     batches = Batches(data, 10, num_workers=2, agree=lambda m, what: asked.append(what) or [m])
     found = []
     for batch in batches:

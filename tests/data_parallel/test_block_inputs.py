@@ -81,7 +81,8 @@ def returned_too(enter, parameters):
 
 
 def not_used(enter, parameters):
-    x, y = parameters[0] * 1.1, parameters[1] * 1.1
+    x = parameters[0] * 1.1
+    y = parameters[1] * 1.1
     inside, _ = enter(x, y)
     return (inside.tanh(),)
 

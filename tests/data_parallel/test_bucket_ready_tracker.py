@@ -36,7 +36,8 @@ class Recorder:
     """A policy that launches nothing."""
 
     def __init__(self, model, buckets=((2,), (1,), (0,)), **options):
-        self.states, self.counts = [], []
+        self.states = []
+        self.counts = []
         self.readiness = BucketReadyTracker(model.parameters(), self.on_gradient, **options)
         self.readiness.set_buckets(buckets)
 
@@ -47,7 +48,8 @@ class Recorder:
 
     def watch(self, model):
         """Return the states in one backward pass."""
-        self.states, self.counts = [], []
+        self.states = []
+        self.counts = []
         loss = model.loss()
         with self.readiness.watch(loss):
             loss.backward()
@@ -56,7 +58,8 @@ class Recorder:
 
 def watched(model, *passes, **options):
     """Return the states in each of several passes; a pass is a tuple of recomputed layers."""
-    recorder, found = Recorder(model, **options), []
+    recorder = Recorder(model, **options)
+    found = []
     for recomputed in passes:
         model.recomputed = recomputed
         found.append(recorder.watch(model))
@@ -170,7 +173,8 @@ def queue_from(layer, callback=nothing):
 
 
 def test_a_callback_for_the_end_of_backward_ends_early_completion_for_good(model):
-    recorder, called = Recorder(model), []
+    recorder = Recorder(model)
+    called = []
     handle = queue_from(model.last, lambda: called.append(1))
     recorder.watch(model)
     handle.remove()
@@ -191,7 +195,8 @@ def test_the_first_callback_after_complete_gradients_is_late_in_that_pass_only(m
 
 
 def test_the_engine_of_torch_is_put_back_also_after_an_exception(model):
-    engine, recorder = Variable._execution_engine, Recorder(model)
+    engine = Variable._execution_engine
+    recorder = Recorder(model)
 
     def fail():
         with recorder.readiness.watch(model.loss()):

@@ -37,7 +37,9 @@ def deep():
 
 def note_events():
     """Note, in order, when buckets are launched and when backward ends."""
-    events, launch, accumulate = [], NativeAllReduce.launch, LocalSums.accumulate
+    events = []
+    launch = NativeAllReduce.launch
+    accumulate = LocalSums.accumulate
 
     def note(*arguments, **options):
         events.append("launch")
@@ -84,7 +86,8 @@ def test_buckets_travel_while_backward_runs_and_grads_lie_in_them(ranks, monkeyp
 
     found = ranks(train, 2, backend="lockstep", portable=False)
     for rank, (events, where, again, same, moved) in enumerate(found):
-        first, last = 2 * rank, 2 * rank + 1
+        first = 2 * rank
+        last = 2 * rank + 1
         assert events == [f"accumulate {first}", *["launch"] * 6, f"accumulate {last}"]
         assert where == [(True, 0)] * 6
         assert again
@@ -98,7 +101,9 @@ class Late(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.calls = nn.Linear(6, 3), nn.Linear(6, 3), 0
+        self.first = nn.Linear(6, 3)
+        self.second = nn.Linear(6, 3)
+        self.calls = 0
 
     def forward(self, inputs):
         self.calls += 1
@@ -121,7 +126,8 @@ def on_ranks(train, n, slot_bytes=""):
 
 def count_launches():
     """Return a list that grows by one with each exchange of gradients of this process."""
-    launches, launch = [], NativeAllReduce.launch
+    launches = []
+    launch = NativeAllReduce.launch
 
     def noted(self, *arguments, **options):
         launches.append(1)
@@ -136,7 +142,8 @@ def count_launches():
 def test_gradients_of_a_small_model_are_sent_with_the_statuses(slot_bytes):
     def train():
         launches = count_launches()
-        losses, digests = [], []
+        losses = []
+        digests = []
         trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         for step in range(4):
             inputs, targets = rows(samples=16 - step)
@@ -176,7 +183,8 @@ class Complex(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.is_used = nn.Linear(6, 3), True
+        self.layer = nn.Linear(6, 3)
+        self.is_used = True
         self.factor = nn.Parameter(torch.randn(3, dtype=torch.complex64))
 
     def forward(self, inputs):
@@ -188,7 +196,8 @@ class Complex(nn.Module):
 def test_gradients_that_travel_in_some_steps_only():
     def train():
         trainer = ls.Trainer(Complex(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
-        steps, kept = [], []
+        steps = []
+        kept = []
         for step in range(8):
             trainer.model.is_used = step % 4 > 1
             steps.append((trainer.step(rows()), trainer.digest()))
@@ -221,7 +230,8 @@ class Slow(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers, self.wait = deep(), lambda: None
+        self.layers = deep()
+        self.wait = lambda: None
 
     def forward(self, inputs):
         return self.layers[3:](
@@ -235,7 +245,8 @@ def test_a_rank_does_not_wait_for_the_others_in_backward(ranks, tmp_path):
         import lockstep.data_parallel.planned_buckets as module
 
         module.BUCKET_BYTES = 64  # several buckets
-        store, rank = dist.FileStore(str(tmp_path / "store"), 2), dist.get_rank()
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        rank = dist.get_rank()
         trainer = ls.Trainer(Slow(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         for step in range(4):
             events = note_events()
@@ -269,7 +280,8 @@ class Reentrant(nn.Module):
 
     def __init__(self, always):
         super().__init__()
-        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.layer = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
         self.recompute = always
 
     def forward(self, inputs):
@@ -331,7 +343,8 @@ def test_parameters_that_begin_and_cease_to_be_trained(ranks):
 class Failing(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.wrong = nn.Linear(6, 3), False
+        self.layer = nn.Linear(6, 3)
+        self.wrong = False
 
     def forward(self, inputs):
         if self.wrong:
@@ -347,7 +360,8 @@ def test_a_rank_that_catches_its_exception_is_not_paired_with_the_others(ranks, 
         trainer = ls.Trainer(Failing(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         trainer.step(rows())
         trainer.step(rows())
-        before, caught = trainer.digest(), False
+        before = trainer.digest()
+        caught = False
         trainer.model.wrong = dist.get_rank() == 1
         try:
             try:

@@ -74,7 +74,8 @@ def test_gradients_that_a_hook_keeps_do_not_change(ranks, microbatches):
     """Those of this rank's micro-batches, not the sums."""
 
     def train():
-        model, kept = wide(), []
+        model = wide()
+        kept = []
         trainer = ls.Trainer(
             model, nn.CrossEntropyLoss(), SGD, microbatches=microbatches, audit=False
         )
@@ -100,7 +101,8 @@ def test_a_step_that_fails_in_backward_leaves_no_gradient_behind(ranks):
     class Failing(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers, self.first = wide(), nn.Linear(SIZE, SIZE)
+            self.layers = wide()
+            self.first = nn.Linear(SIZE, SIZE)
             self.on_backward = lambda: None
 
         def forward(self, inputs):

@@ -40,7 +40,8 @@ def test_parts_join_to_the_whole_and_gradients_split_like_it(samples, parts, dim
 
 
 def test_parts_are_copies_and_a_tensor_given_twice_is_one():
-    whole, shared = torch.zeros(4), torch.tensor(1.0)
+    whole = torch.zeros(4)
+    shared = torch.tensor(1.0)
     data = {"x": whole, "again": [whole], "s": shared, "n": 3}
     for span in split_evenly(4, 2):
         part = take_part(data, span, 0, CPU)

@@ -351,7 +351,8 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = Base(6, 6).to(torch.bfloat16).requires_grad_(False)
-        self.low, self.high = nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)
+        self.low = nn.Linear(6, 3, bias=False)
+        self.high = nn.Linear(3, 6, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.base(inputs) + self.high(self.low(inputs)))

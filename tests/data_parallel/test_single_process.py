@@ -61,7 +61,8 @@ def same(left, right):
 
 def is_equal(one, two):
     if one.is_sparse and two.is_sparse:  # autograd forgets that rows are coalesced
-        one, two = one.coalesce(), two.coalesce()
+        one = one.coalesce()
+        two = two.coalesce()
         return torch.equal(one.indices(), two.indices()) and is_equal(one.values(), two.values())
     return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, two)))
 
@@ -168,7 +169,9 @@ def test_gradients_are_the_sum_of_the_micro_batches_along_the_tree(samples, micr
     count = data.draw(st.integers(1, microbatches))
     generator = torch.Generator().manual_seed(samples)
     inputs, targets = torch.randn(2, samples, 6, generator=generator)
-    module, loss, leaves = build(lambda: nn.Linear(6, 6)), nn.MSELoss(), []
+    module = build(lambda: nn.Linear(6, 6))
+    loss = nn.MSELoss()
+    leaves = []
     for span in spec.cut(samples, min(samples, microbatches)):
         part = slice(span.start, span.stop)
         value = loss(module(inputs[part].clone()), targets[part].clone())
@@ -256,7 +259,8 @@ class Nested(nn.Module):
 
 def test_arguments_and_outputs_may_be_nested():
     module = build(Nested)
-    inputs, positions = torch.randn(7, 3), torch.arange(7)
+    inputs = torch.randn(7, 3)
+    positions = torch.arange(7)
     scale = torch.tensor(2.0)
     call = {"pair": {"a": (inputs,), "b": positions}, "scale": scale, "name": "x"}
     found = ls.DataParallel(module, ["cpu"] * 3, microbatches=3)(**call)
@@ -289,7 +293,8 @@ def test_samples_may_be_in_another_dimension():
 
 
 def test_gradients_accumulate_and_a_graph_may_be_kept():
-    module, inputs = build(lambda: nn.Linear(3, 2)), torch.randn(8, 3)
+    module = build(lambda: nn.Linear(3, 2))
+    inputs = torch.randn(8, 3)
     wrapped = ls.DataParallel(module, ["cpu"] * 2)
     loss = wrapped.compute_loss(nn.MSELoss(), inputs, torch.ones(8, 2))
     loss.backward(retain_graph=True)

@@ -20,7 +20,8 @@ def compute_on(names):
     del model[7], model[3]  # accelerators have another dropout
     model.to(names[0])
     wrapped = ls.DataParallel(model, names, microbatches=4, seed=11)
-    optimizer, digests = SGD(model.parameters()), []
+    optimizer = SGD(model.parameters())
+    digests = []
     for samples in (19, 3):
         generator = torch.Generator().manual_seed(samples)
         inputs = torch.randn(samples, 1, 8, 8, generator=generator)
@@ -43,7 +44,8 @@ def compute_all():
         nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.4)).to("simulated:0"), [0, 1], microbatches=4
     )
     torch.manual_seed(3)
-    inputs, drawn = torch.randn(8, 6), []
+    inputs = torch.randn(8, 6)
+    drawn = []
     for _ in range(2):
         drawing.steps = 0
         drawn.append(drawing(inputs).cpu())

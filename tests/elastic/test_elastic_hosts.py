@@ -147,14 +147,17 @@ class Launch:
         is_apart: bool = False,
         **variables: str,
     ) -> None:
-        self.net, self.folder, self._is_apart = net, folder, is_apart
+        self.net = net
+        self.folder = folder
+        self._is_apart = is_apart
         for each in [folder / "a", folder / "b"] if is_apart else [folder]:
             each.mkdir(exist_ok=True)
             (each / "train.py").write_text(SCRIPT)
         self._options = ["--nnodes", "2", *options]
         self._options += ["--master-addr", net.a.address]
         self._environ = {**os.environ, "LOCKSTEP_SECRET": secrets.token_hex(32), **variables}
-        self.a, self.b = self.start("a"), self.start("b")
+        self.a = self.start("a")
+        self.b = self.start("b")
 
     def start(self, name: str, *options: str, script: str = "train.py") -> subprocess.Popen[Any]:
         """Start the launcher of a host."""
@@ -357,7 +360,8 @@ def test_a_store_that_is_killed_with_all_ranks_is_replaced(start, digest):
     for process in (store, *ranks):
         process.kill()
     (launch.folder / "go on").touch()
-    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    (status, output) = launch.finish("a")
+    (_, of_b) = launch.finish("b")
     assert status == 0, output + of_b
     assert "the process of the ranks' store was killed by SIGKILL" in said(output)
     assert "round 1: 2 ranks, in new processes" in said(output)
@@ -377,7 +381,8 @@ def test_a_round_without_the_store_has_new_processes(start, digest, survives):
         launch.finish("b")
         launch.b = launch.start("b")
     (launch.folder / "go on").touch()
-    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    (status, output) = launch.finish("a")
+    (_, of_b) = launch.finish("b")
     assert status == 0, output + of_b
     assert "the process of the ranks' store was killed by SIGKILL" in said(output)
     assert ("in new processes" in output) == (not survives)
@@ -408,7 +413,8 @@ def test_connections_between_ranks_that_are_reset_are_made_again(start, digest):
     (launch.folder / "go on").touch()
     until(is_reset, "nothing was reset", TIMEOUT)
     nft(["nft", "delete", "table", "inet", "broken"])
-    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    (status, output) = launch.finish("a")
+    (_, of_b) = launch.finish("b")
     assert status == 0, output + of_b
     assert "round 1: 2 ranks" in output
     assert find_digests(output) == find_digests(of_b) == {digest}
@@ -418,7 +424,8 @@ def test_connections_between_ranks_that_are_reset_are_made_again(start, digest):
 @pytest.mark.parametrize("victim", ["0", "1"])
 def test_a_rank_may_be_killed_before_others_connect_to_it(start, digest, victim):
     launch = start("--max", "2", PUBLISHES=victim)
-    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    (status, output) = launch.finish("a")
+    (_, of_b) = launch.finish("b")
     assert status == 0, output + of_b
     assert f"member {victim} was killed by SIGKILL" in said(output)
     assert "round 1: 2 ranks, in new processes" in said(output)
@@ -447,7 +454,8 @@ def test_a_host_that_is_lost_before_the_ranks_have_joined(start, digest):
 def test_killed_ranks_are_replaced_on_their_host(start, digest, dead):
     """The others, to which no packet may say so, do not wait for them."""
     launch = start("--max", "4", DIES=dead, FULL="4")
-    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    (status, output) = launch.finish("a")
+    (_, of_b) = launch.finish("b")
     assert status == 0, output + of_b
     killed = [f"member {member} was killed by SIGKILL" for member in dead.split()]
     assert set(killed) <= set(said(output))
@@ -465,7 +473,8 @@ def test_the_number_of_ranks_is_that_of_all_hosts(start, digest):
     scale = [*warm.LOCKSTEP, "scale", str(folder), "4"]
     assert warm.run(scale, timeout=TIMEOUT, cwd=launch.folder).returncode == 0
     (launch.folder / "go on").touch()
-    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    (status, output) = launch.finish("a")
+    (_, of_b) = launch.finish("b")
     assert status == 0, output + of_b
     assert {each[-1] for each in find_places(output, 12)} == {0}
     assert {each[0] for each in find_places(output, 12)} == {0, 1}
@@ -507,7 +516,8 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint_and_ends_on_every_host(s
     launch.wait_until_stopped()
     launch.a.send_signal(signal.SIGTERM)
     (launch.folder / "go on").touch()
-    (status, output), (other, of_b) = launch.finish("a"), launch.finish("b")
+    (status, output) = launch.finish("a")
+    (other, of_b) = launch.finish("b")
     assert (status, other) == (75, 75), output + of_b
     folder = launch.run_folder().relative_to(launch.folder)
     assert f"lockstep run --resume {folder}" in output
@@ -532,7 +542,8 @@ def test_a_run_ends_when_too_few_ranks_are_left(start, storage):
 @pytest.mark.stress
 def test_an_error_on_another_host_ends_the_run_everywhere(start):
     launch = start("--max", "2", RAISES="1")
-    (status, output), (other, of_b) = launch.finish("a"), launch.finish("b")
+    (status, output) = launch.finish("a")
+    (other, of_b) = launch.finish("b")
     assert (status, other) == (1, 1)
     assert "member 1 raised OSError: out of paper" in output
     assert "member 1 raised OSError: out of paper" in said(of_b)[-1]
@@ -543,7 +554,8 @@ def test_an_error_on_another_host_ends_the_run_everywhere(start):
 def test_hosts_need_no_common_folder_while_rank_0_stays(start, digest, dead):
     """One of a host with two ranks is killed: the state reaches the new one over the network."""
     launch = start("--max", "4", is_apart=True, DIES=dead, FULL="4", CHECKPOINT="1")
-    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    (status, output) = launch.finish("a")
+    (_, of_b) = launch.finish("b")
     assert status == 0, output + of_b
     assert len(find_places(output, 12) | find_places(of_b, 12)) == 4
     assert find_digests(output) | find_digests(of_b) == {digest}
@@ -567,7 +579,8 @@ def test_shards_of_a_lost_host_are_those_of_a_checkpoint(start, digest):
 @pytest.mark.parametrize("layout", [{"STAGES": "2"}, {"STORAGE": "sharded"}])
 def test_processes_that_cannot_stay_continue_from_a_checkpoint(start, digest, layout):
     launch = start("--max", "4", DIES="3", CHECKPOINT="1", **layout)
-    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    (status, output) = launch.finish("a")
+    (_, of_b) = launch.finish("b")
     assert status == 0, output + of_b
     assert "round 1: 4 ranks, in new processes" in said(output)
     assert find_digests(output) | find_digests(of_b) == {digest}

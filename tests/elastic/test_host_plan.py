@@ -42,7 +42,8 @@ def test_places_count_the_ranks_of_each_host(hosts):
 )
 def test_members_of_a_host_have_contiguous_ranks_after_the_first_member(hosts, first):
     members = list(range(len(hosts)))
-    staying, joined = members[:first], members[first:]
+    staying = members[:first]
+    joined = members[first:]
     ordered = order_by_host(staying, joined, hosts.__getitem__)
     assert sorted(ordered) == members
     assert ordered[0] == staying[0]

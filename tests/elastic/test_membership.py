@@ -23,7 +23,10 @@ LOST = PeerLostError("rank 0: barrier #3 on group default failed: rank 2 died (p
 class Trainer:
     """Takes part, and notes what is called."""
 
-    can_stay, can_transfer_state, part, microbatches = True, True, (0, 1), 0
+    can_stay = True
+    can_transfer_state = True
+    part = (0, 1)
+    microbatches = 0
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls

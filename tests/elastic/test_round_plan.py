@@ -43,10 +43,13 @@ class Member:
 
     def commit(self) -> None:
         self.committed.append(self.operation)
-        self.operation, self.entered, self.passed = self.operation + 1, 0, 0
+        self.operation = self.operation + 1
+        self.entered = 0
+        self.passed = 0
 
     def undo(self) -> None:
-        self.entered = self.passed = 0
+        self.entered = 0
+        self.passed = 0
 
 
 def advance(member: Member, world: list[Member], dead: list[Member], *, fails: bool) -> None:
@@ -69,7 +72,8 @@ def test_every_operation_is_committed_once_by_every_survivor(seed):
     alive = [Member(number) for number in range(chance.randint(2, 4))]
     committed_by_any: set[int] = set()
     while not all(member.operation == LAST for member in alive):
-        world, dead = list(alive), []
+        world = list(alive)
+        dead = []
         for member in world:
             member.has_lost_peer = False
         while not all(member.is_done for member in alive):

@@ -7,7 +7,8 @@ from examples import data_parallel
 
 
 def test_both_ways_print_one_digest(capsys, monkeypatch):
-    launch, threads = ls.launch, torch.get_num_threads()
+    launch = ls.launch
+    threads = torch.get_num_threads()
     monkeypatch.setattr(ls, "launch", lambda fn, **options: launch(fn, timeout=60, **options))
     try:
         data_parallel.main()

@@ -63,7 +63,8 @@ def test_an_image_is_normalized_and_a_damaged_one_is_named(tmp_path):
     assert torch.equal(torch.default_generator.get_state(), before)
     with Image.open(files.path(0)) as image:
         expected = crop_and_resize(image, choose_center_box(*image.size), 32).double() / 255
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    mean = (0.485, 0.456, 0.406)
+    std = (0.229, 0.224, 0.225)
     for channel in range(3):
         wanted = ((expected[channel] - mean[channel]) / std[channel]).float()
         torch.testing.assert_close(pixels[channel], wanted)

@@ -76,7 +76,8 @@ def test_a_spike_on_four_ranks_is_found_on_one_process(tmp_path, monkeypatch):
     cells = run_notebook("replay.ipynb", tmp_path)
     table = [line.split() for line in cell_with(cells, "record.jsonl").splitlines()]
     assert [line[0] for line in table] == ["11", "12", "13", "14"]
-    normal, spiking = table[1], table[2]
+    normal = table[1]
+    spiking = table[2]
     assert float(spiking[1]) > 100 * float(normal[1])
     assert max(map(float, spiking[2:9])) < 0.2 < 100 < float(spiking[9])
     replayed = cell_with(cells, "lockstep replay").splitlines()

@@ -48,7 +48,8 @@ def train_audited(seeds: Sequence[int], layout: Layout, steps: int) -> int:
         LockstepError: A difference was found in one of them.
     """
     warnings.simplefilter("ignore")
-    compared, check = 0, Audit.check
+    compared = 0
+    check = Audit.check
 
     def count(audit: Audit, step: Any, summary: Any) -> None:
         nonlocal compared

@@ -235,7 +235,8 @@ class Both(nn.Module):
 
     def __init__(self, first, second):
         super().__init__()
-        self.first, self.second = first, second
+        self.first = first
+        self.second = second
 
     def forward(self, a, b):
         return self.first(a) + self.second(b)
@@ -252,7 +253,8 @@ class Opening(nn.Module):
 
     def __init__(self, body, alias="itself"):
         super().__init__()
-        self.body, self.alias = body, alias
+        self.body = body
+        self.alias = alias
 
     def forward(self, *inputs):
         h = self.body(*inputs)
@@ -308,7 +310,8 @@ class LossClosing(nn.Module):
 
     def __init__(self, body, loss):
         super().__init__()
-        self.body, self.loss = body, loss
+        self.body = body
+        self.loss = loss
 
     def forward(self, value):
         h, more = value
@@ -342,7 +345,8 @@ class Named(nn.Module):
 
     def __init__(self, first, *rest):
         super().__init__()
-        self.first, self.rest = first, nn.ModuleList(rest)
+        self.first = first
+        self.rest = nn.ModuleList(rest)
 
     def forward(self, *inputs):
         value = self.first(*inputs)
@@ -367,7 +371,9 @@ class WithLoss(nn.Module):
 
     def __init__(self, body, loss, answer):
         super().__init__()
-        self.body, self.loss, self.answer = body, loss, answer
+        self.body = body
+        self.loss = loss
+        self.answer = answer
 
     def forward(self, inputs, targets):
         loss = self.loss(self.body(inputs), targets)

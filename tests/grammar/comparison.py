@@ -163,7 +163,8 @@ class _Comparison:
         self.allowed: dict[Job, list[str]] = {}
         self.references: dict[int, Result] = {}
         for seed in seeds:
-            self.cases[seed] = drawn = module.draw(seed)
+            drawn = module.draw(seed)
+            self.cases[seed] = drawn
             for number, leg in enumerate(drawn.legs):
                 expected = module.refusals(drawn, leg.layout)
                 possible = module.possible_refusals(drawn, leg.layout)

@@ -72,7 +72,8 @@ def draw_data(draw: Draw, microbatches: int) -> Data:
     if source == "tensors":
         sizes = tuple(draw.randint(lowest, highest) for _ in range(draw.randint(2, 5)))
         return Data(source, sizes, 0, 0, False, 0)
-    size, rest = draw.randint(lowest, highest), draw.randint(lowest, highest)
+    size = draw.randint(lowest, highest)
+    rest = draw.randint(lowest, highest)
     count = draw.randint(1, 2)
     sizes = (*[size] * count, min(rest, size))
     workers = 1 if source in ("augmented", "stream") and draw.chance(0.06) else 0

@@ -152,7 +152,8 @@ def draw(seed: int) -> Loop:
         numbers = [n for n in range(count if end is None else end) if n != skipped]
         trained += [(epoch, number) for number in numbers]
     if not trained:
-        trained, ends = [(0, 0)], [1, *ends[1:]]
+        trained = [(0, 0)]
+        ends = [1, *ends[1:]]
     is_sharded = draw.chance(0.2) and form != "divided"
     if is_sharded:  # torch copies no sharded model
         drawn = replace(drawn, optimization=replace(drawn.optimization, average=None))

@@ -107,7 +107,8 @@ def habit(framework: str, seed: int) -> Habit:
     drop_last = draw.chance(0.2)
     if "Norm" in str(drawn.model):  # two samples in each micro-batch
         size = max(2, size)
-        samples, drop_last = 3 * size * microbatches, True
+        samples = 3 * size * microbatches
+        drop_last = True
     source = draw.choice(SOURCES) if draw.chance(0.97) else "own generator"
     if "Norm" in str(drawn.model) and source == "buckets":
         source = "augmented"

@@ -45,7 +45,8 @@ def train(drawn: Case, of: Habit) -> dict[str, Any]:
     accelerator = ExactAccelerator(
         cpu=True, microbatches=of.microbatches, seed=of.seed, mixed_precision=precision
     )
-    network, loss = drawn.model.build(of.seed), drawn.loss.build(drawn.model.dtype)
+    network = drawn.model.build(of.seed)
+    loss = drawn.loss.build(drawn.model.dtype)
     optimizer: Any = make_optimizer(of, network.parameters())
     drops = {} if of.source == "buckets" else {"drop_last": of.drop_last}
     columns = make_columns(drawn, of, of.samples, 0)

@@ -65,7 +65,8 @@ class Run:
 
     def __init__(self, drawn: Loop, leg: Leg, folder: Path) -> None:
         given = drawn.case
-        self.drawn, self.leg = drawn, leg
+        self.drawn = drawn
+        self.leg = leg
         self.saved = folder / f"{given.seed}.pt"
         self.model = given.model.build(given.seed)
         self.loss = given.loss.build(given.model.dtype)
@@ -292,7 +293,8 @@ class Run:
         self.found = self._evaluate()
 
     def _flat(self, position: Any) -> None:
-        drawn, data = self.drawn, self.drawn.case.data
+        drawn = self.drawn
+        data = self.drawn.case.data
         dataset = dataset_of(data, self.inputs, self.targets)
         sampler = self.exact.sampler(dataset, data.batch_size, data.shuffle, drawn.case.seed)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=data.workers)

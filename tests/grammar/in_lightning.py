@@ -49,7 +49,8 @@ def train(drawn: Case, of: Habit) -> dict[str, Any]:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.loss = drawn.model.build(of.seed), drawn.loss.build(drawn.model.dtype)
+            self.model = drawn.model.build(of.seed)
+            self.loss = drawn.loss.build(drawn.model.dtype)
             self.automatic_optimization = not of.options["manual"]
 
         def training_step(self, batch: Any, index: int) -> Any:

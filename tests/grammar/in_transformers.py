@@ -13,7 +13,8 @@ from grammar import Case
 from grammar.drawing import Draw
 from grammar.frameworks import Habit, loss_of, make_columns, make_loader
 
-TOKENS, LENGTH = 12, 7
+TOKENS = 12
+LENGTH = 7
 
 
 def draw_options(draw: Draw) -> dict[str, Any]:
@@ -41,7 +42,8 @@ class WithLoss(nn.Module):
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
+        self.model = model
+        self.loss = loss
 
     def forward(self, targets: Any, **inputs: Any) -> Any:
         """Return the loss of a micro-batch."""
@@ -119,7 +121,8 @@ def train(drawn: Case, of: Habit) -> dict[str, Any]:
         loader = make_loader(of, of.source, make_columns(drawn, of, of.samples, 0))
         validated = of.validated or "in memory"
         others = make_loader(of, validated, make_columns(drawn, of, of.held_out, 1))
-        data, held_out = loader.dataset, others.dataset
+        data = loader.dataset
+        held_out = others.dataset
         collate = loader.collate_fn
 
         def name_columns(samples: list[Any]) -> dict[str, Any]:

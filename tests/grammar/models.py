@@ -196,7 +196,8 @@ def draw_model(draw: Draw, smallest: int, classes: int, tail: list[Any], loss: A
     drawn = _Blocks(draw, smallest, dtype)
     drawn.body(family, draw.randint(1, 6))
     drawn.head(classes)
-    blocks, changes = [*_without_crash(drawn.blocks), *tail], []
+    blocks = [*_without_crash(drawn.blocks), *tail]
+    changes = []
     channels_last = family == "pictures" and form != "factories" and draw.chance(0.3)
     if loss is not None:
         blocks = _with_loss(blocks, loss, form)
@@ -254,13 +255,17 @@ class _Blocks:
     """
 
     def __init__(self, draw: Draw, smallest: int, dtype: torch.dtype) -> None:
-        self.draw, self.smallest, self.dtype = draw, smallest, dtype
+        self.draw = draw
+        self.smallest = smallest
+        self.dtype = dtype
         self.blocks: list[Any] = []
-        self.width, self.writable = 6, False
+        self.width = 6
+        self.writable = False
 
     def body(self, family: str, count: int) -> None:
         """Draw `count` blocks or a few more, and leave rows."""
-        draw, full = self.draw, self.dtype == torch.float32
+        draw = self.draw
+        full = self.dtype == torch.float32
         if family == "pair":
             self.width = draw.pick(4, 6, 8)
             first, second = (partial(nn.Linear, width, self.width) for width in (6, 4))
@@ -315,7 +320,8 @@ class _Blocks:
 
     def row_block(self) -> None:
         """Add a block of rows."""
-        draw, width = self.draw, self.width
+        draw = self.draw
+        width = self.width
         wide = draw.pick(4, 6, 8)
         linear = partial(nn.Linear, width, wide, **draw.some(bias=False))
         square = partial(nn.Linear, width, width)
@@ -352,7 +358,8 @@ class _Blocks:
         if self.dtype == torch.float32:
             double = partial(own.Cast, torch.float64, square, partial(nn.Tanh))
             half = partial(own.Cast, torch.bfloat16, square)
-            to, back = partial(own.ToComplex, width, 4), partial(own.FromComplex)
+            to = partial(own.ToComplex, width, 4)
+            back = partial(own.FromComplex)
             choices += [
                 lambda: self.add(double, writable=True),
                 lambda: self.add(half, writable=True),
@@ -375,7 +382,8 @@ class _Blocks:
 
     def picture_block(self) -> None:
         """Add a block of pictures, which stay 6 by 6."""
-        draw, width = self.draw, self.width
+        draw = self.draw
+        width = self.width
         wide = draw.pick(2, 4, 6)
         convolution = partial(nn.Conv2d, width, wide, 3, padding=1, **draw.some(bias=False))
         square = partial(nn.Conv2d, width, width, 3, padding=1, bias=False)
@@ -409,7 +417,8 @@ class _Blocks:
 
     def series_block(self) -> None:
         """Add a block of series, which stay 7 long."""
-        draw, width = self.draw, self.width
+        draw = self.draw
+        width = self.width
         wide = draw.pick(4, 6)
         options: dict[str, Any] = draw.some(bidirectional=True)
         if draw.chance(0.3):
@@ -446,7 +455,8 @@ class _Blocks:
 
     def changes(self, blocks: list[Any]) -> list[Callable[..., None]]:
         """Draw ties, frozen blocks, hooks, and blocks that come again (which adds to `blocks`)."""
-        draw, found = self.draw, []
+        draw = self.draw
+        found = []
         linear = [
             number
             for number, block in enumerate(blocks)

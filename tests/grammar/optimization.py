@@ -190,12 +190,17 @@ def draw_additions(draw: Draw, drawn: Optimization, model: nn.Module) -> Optimiz
     matrices = {name for name, each in named.items() if each.dim() == 2 and not each.is_complex()}
     halves = {name for number, name in enumerate(named) if number % 2}
     if sparse:
-        kind, names = optim.SparseAdam, {n for n, each in named.items() if id(each) in sparse}
+        kind = optim.SparseAdam
+        names = {n for n, each in named.items() if id(each) in sparse}
         likely = 0.5
     elif draw.chance(0.5):
-        kind, names, likely = optim.Muon, matrices, 0.15
+        kind = optim.Muon
+        names = matrices
+        likely = 0.15
     else:
-        kind, names, likely = optim.AdamW, halves, 0.15
+        kind = optim.AdamW
+        names = halves
+        likely = 0.15
     if not draw.chance(likely) or not names or len(names) == len(named):
         return drawn
     scheduler = draw.pick(None, partial(schedules.ExponentialLR, gamma=0.9))

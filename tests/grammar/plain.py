@@ -142,7 +142,8 @@ def _after_step(
     case: Case, model: Any, made: list[Any], first_schedulers: list[Any], average: Any
 ) -> Callable[[float, bool], None]:
     """Return what moves the average and the schedule, after each step or epoch."""
-    sizes, done = case.data.sizes, []
+    sizes = case.data.sizes
+    done = []
 
     def after_step(loss: float, is_skipped: bool) -> None:
         done.append(Fraction(loss) * sizes[len(done) % len(sizes)])

@@ -19,7 +19,9 @@ import lockstep as ls
 
 pytestmark = pytest.mark.timeout(600)  # one launch has all loops of the module
 
-MICROBATCHES, SIZE, SAMPLES = 4, 3, 29  # batches of 12, 12 and 5 samples
+MICROBATCHES = 4  # batches of 12, 12 and 5 samples
+SIZE = 3
+SAMPLES = 29
 HELD_OUT = 14  # samples, in batches of 4
 TRAINED = (1, 3)  # numbers of ranks; on 2, only what is refused is tried
 
@@ -60,7 +62,8 @@ def make_accelerator(**options: Any) -> Any:
 
 def train(loader: Any = None, epochs: int = 2) -> Outcome:
     """Train as in the course of Hugging Face, without accumulate()."""
-    accelerator, network = make_accelerator(), make_network()
+    accelerator = make_accelerator()
+    network = make_network()
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
     loader = make_loader() if loader is None else loader
     model, optimizer, loader = accelerator.prepare(network, optimizer, loader)
@@ -84,7 +87,8 @@ def train(loader: Any = None, epochs: int = 2) -> Outcome:
 def schedules_from_the_length_of_the_loader() -> Outcome:
     rates = []
     for is_divided in (False, True):
-        accelerator, network = make_accelerator(), make_network()
+        accelerator = make_accelerator()
+        network = make_network()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
         model, optimizer, loader = accelerator.prepare(network, optimizer, make_loader())
         steps = len(loader)
@@ -159,7 +163,10 @@ def kinds_of_data() -> Outcome:
 
 def evaluate(accelerator: Any, model: Any, loader: Any) -> Outcome:
     """Gather as the examples of Accelerate do."""
-    losses, guesses, indices, texts = [], [], [], []
+    losses = []
+    guesses = []
+    indices = []
+    texts = []
     model.eval()
     for inputs, targets in loader:
         with torch.no_grad():
@@ -184,7 +191,8 @@ def evaluate(accelerator: Any, model: Any, loader: Any) -> Outcome:
 def gathering_for_metrics() -> Outcome:
     outcomes = []
     for samples, kind in [(HELD_OUT, make_data), (2, make_data), (HELD_OUT, Stream)]:
-        accelerator, network = make_accelerator(), make_network()
+        accelerator = make_accelerator()
+        network = make_network()
         data = kind(samples)
         held_out = DataLoader(data, 4)
         model, optimizer, loader, held_out = accelerator.prepare(
@@ -211,7 +219,8 @@ def gathering_for_metrics() -> Outcome:
 def evaluation_disturbs_nothing() -> Outcome:
     digests = []
     for is_evaluated in (False, True):
-        accelerator, network = make_accelerator(), make_network()
+        accelerator = make_accelerator()
+        network = make_network()
         noise = DataLoader(make_data(HELD_OUT), 4, collate_fn=mix)
         model, optimizer, loader, held_out = accelerator.prepare(
             network, torch.optim.SGD(network.parameters(), 0.1), make_loader(), noise
@@ -248,7 +257,8 @@ class Counting(nn.Module):
 @loop
 def evaluation_leaves_buffers_alone() -> Outcome:
     """They are written by each batch, of which a rank has some."""
-    accelerator, network = make_accelerator(), nn.Sequential(Counting(), nn.Linear(6, 3))
+    accelerator = make_accelerator()
+    network = nn.Sequential(Counting(), nn.Linear(6, 3))
     optimizer = torch.optim.SGD(network.parameters(), 0.1)
     model, optimizer, loader, held_out = accelerator.prepare(
         network, optimizer, make_loader(), DataLoader(make_data(HELD_OUT), 4)
@@ -275,7 +285,8 @@ def make_pair() -> tuple[nn.Module, nn.Module]:
 
 
 def train_adversaries(is_accumulating: bool = True) -> Outcome:
-    accelerator, pair = make_accelerator(), make_pair()
+    accelerator = make_accelerator()
+    pair = make_pair()
     optimizers = [torch.optim.Adam(part.parameters(), 0.01) for part in pair]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.5)]
     generator, discriminator, *prepared, loader, scheduler = accelerator.prepare(
@@ -317,7 +328,8 @@ def adversaries() -> Outcome:
 def draw_in_steps(folder: str, begin: int, end: int) -> tuple[str, list[float]]:
     """Train from a step to another; return the weights and what was drawn after each step."""
     torch.manual_seed(5)
-    accelerator, network = make_accelerator(), make_network()
+    accelerator = make_accelerator()
+    network = make_network()
     optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.5)
     model, optimizer, loader = accelerator.prepare(network, optimizer, make_loader())
     if begin:
@@ -368,7 +380,8 @@ def gradients_are_cleared_before_or_after_the_step() -> Outcome:
     """The order of Accelerate's README was refused: gradients were left from before the step."""
     digests = []
     for is_first in (False, True):
-        accelerator, network = make_accelerator(), make_network()
+        accelerator = make_accelerator()
+        network = make_network()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9)
         model, optimizer, loader = accelerator.prepare(network, optimizer, make_loader())
         for _ in range(2):
@@ -422,7 +435,8 @@ def length_of_what_is_evaluated() -> Outcome:
 
 
 def read_two_loaders() -> Outcome:
-    accelerator, network = make_accelerator(), make_network()
+    accelerator = make_accelerator()
+    network = make_network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
     other = DataLoader(make_data(seed=5), SIZE)
     model, optimizer, loader, other = accelerator.prepare(network, optimizer, make_loader(), other)
@@ -433,7 +447,8 @@ def read_two_loaders() -> Outcome:
 
 
 def accumulate_later() -> Outcome:
-    accelerator, network = make_accelerator(), make_network()
+    accelerator = make_accelerator()
+    network = make_network()
     model, loader = accelerator.prepare(network, make_loader())
     accelerator.gradient_accumulation_steps = 2
     for inputs, targets in loader:
@@ -442,7 +457,8 @@ def accumulate_later() -> Outcome:
 
 
 def step_a_scheduler_often() -> Outcome:
-    accelerator, network = make_accelerator(), make_network()
+    accelerator = make_accelerator()
+    network = make_network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
     model, optimizer, loader = accelerator.prepare(network, optimizer, make_loader())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -456,7 +472,8 @@ def step_a_scheduler_often() -> Outcome:
 
 class OwnGenerator(torch.utils.data.Dataset[Any]):
     def __init__(self) -> None:
-        self.data, self.generator = make_data(), torch.Generator().manual_seed(0)
+        self.data = make_data()
+        self.generator = torch.Generator().manual_seed(0)
 
     def __len__(self) -> int:
         return len(self.data)

@@ -21,7 +21,10 @@ from lockstep.kernel import spec
 
 pytestmark = pytest.mark.timeout(600)  # one launch has all trainings of the module
 
-BATCH, MICROBATCHES, SAMPLES, EPOCHS = 16, 4, 43, 2  # batches of 16, 16 and 11 samples
+BATCH = 16  # batches of 16, 16 and 11 samples
+MICROBATCHES = 4
+SAMPLES = 43
+EPOCHS = 2
 SAVED = 4  # the step from which trainings resume: the first one of the second epoch
 
 
@@ -296,7 +299,8 @@ class NoisyData(Dataset):
     """Samples that draw from every global generator when they are loaded."""
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
-        self.data, self.names = make_data(), names
+        self.data = make_data()
+        self.names = names
 
     def __len__(self) -> int:
         return SAMPLES
@@ -330,7 +334,8 @@ def validate_and_draw_with_lightning():
 
 
 def compute_mean_of_tokens(outputs, labels, num_items_in_batch):
-    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    labels = labels[:, 1:].flatten()
     return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
 
 

@@ -19,7 +19,9 @@ import lockstep as ls
 
 pytestmark = pytest.mark.timeout(600)  # one launch has all trainings of the module
 
-MICROBATCHES, SIZE, SAMPLES = 4, 3, 41  # batches of 12, 12, 12 and 5 samples
+MICROBATCHES = 4  # batches of 12, 12, 12 and 5 samples
+SIZE = 3
+SAMPLES = 41
 HELD_OUT = 17  # samples, in batches of 4
 TRAINED = (1, 3)  # numbers of ranks; on 2, only what is refused is tried
 
@@ -155,7 +157,8 @@ def following_a_metric() -> Outcome:
 
 @training
 def validation_test_and_prediction() -> Outcome:
-    module, trainer = make_module(), make_trainer()
+    module = make_module()
+    trainer = make_trainer()
     held_out = make_held_out()
     validated = trainer.validate(module, held_out, verbose=False)
     tested = trainer.test(module, [held_out, make_held_out(16)], verbose=False)
@@ -442,7 +445,8 @@ def two_calls_of_fit() -> Outcome:
 def the_finder_of_learning_rates() -> Outcome:
     from lightning.pytorch.tuner import Tuner
 
-    module, loader = make_module(), make_loader()
+    module = make_module()
+    loader = make_loader()
     with TemporaryDirectory() as folder:
         trainer = make_trainer(default_root_dir=folder)
         found = Tuner(trainer).lr_find(module, loader, num_training=9)
@@ -546,7 +550,8 @@ def train_adversaries(self: Any, batch: Any, index: int) -> None:
     of_one.step()
     self.untoggle_optimizer(of_one)
     with of_other.toggle_model():
-        real, fake = self.other(batch[0]), self.other(self.one(noise).detach())
+        real = self.other(batch[0])
+        fake = self.other(self.one(noise).detach())
         loss = nn.functional.softplus(-real).mean() + nn.functional.softplus(fake).mean()
         self.manual_backward(loss)
         of_other.step()
@@ -638,7 +643,8 @@ def train_with_statistics() -> Outcome:
 
 class OwnGenerator(torch.utils.data.Dataset[Any]):
     def __init__(self, samples: int) -> None:
-        self.data, self.generator = make_data(samples), torch.Generator().manual_seed(0)
+        self.data = make_data(samples)
+        self.generator = torch.Generator().manual_seed(0)
 
     def __len__(self) -> int:
         return len(self.data)

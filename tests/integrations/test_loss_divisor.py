@@ -18,8 +18,12 @@ import lockstep as ls
 
 pytestmark = pytest.mark.timeout(600)  # one launch has all trainings of the module
 
-BATCH, MICROBATCHES, SAMPLES = 8, 4, 13
-LENGTH, TOKENS, CLASSES = 8, 16, 3
+BATCH = 8
+MICROBATCHES = 4
+SAMPLES = 13
+LENGTH = 8
+TOKENS = 16
+CLASSES = 3
 
 Columns = dict[str, torch.Tensor]
 
@@ -237,7 +241,8 @@ def train(
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch.manual_seed(0)
-    model, columns = make_model(), make_columns()
+    model = make_model()
+    columns = make_columns()
     data = [{name: column[i] for name, column in columns.items()} for i in range(SAMPLES)]
     arguments = TrainingArguments(
         "unused",
@@ -323,7 +328,8 @@ def test_losses_and_weights_are_equal_on_any_number_of_ranks(outcomes: Any, fami
 
 def weighted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     """A mean that divides by the weights of classes."""
-    logits, weight = outputs["logits"].flatten(0, 1), torch.tensor([1.0, 5.0, 9.0])
+    logits = outputs["logits"].flatten(0, 1)
+    weight = torch.tensor([1.0, 5.0, 9.0])
     return nn.functional.cross_entropy(logits, labels.flatten(), weight)
 
 

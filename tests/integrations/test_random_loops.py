@@ -44,7 +44,8 @@ def test_many_random_loops_are_equal_on_any_number_of_ranks(framework: str, caps
         part = seeds[begin : begin + AT_A_TIME]
         found, count = compare(framework, part)
         failures += found
-        total, trained = total + len(part), trained + count
+        total = total + len(part)
+        trained = trained + count
         if time.monotonic() > deadline:
             break
     with capsys.disabled():

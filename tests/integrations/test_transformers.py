@@ -21,9 +21,12 @@ import lockstep as ls
 
 pytestmark = pytest.mark.timeout(600)  # one launch has all trainings of the module
 
-MICROBATCHES, SIZE, SAMPLES = 4, 3, 29  # batches of 12, 12 and 5 samples
+MICROBATCHES = 4  # batches of 12, 12 and 5 samples
+SIZE = 3
+SAMPLES = 29
 HELD_OUT = 11  # samples, in batches of 4
-LENGTH, TOKENS = 8, 16
+LENGTH = 8
+TOKENS = 16
 RANKS = (1, 3)
 
 Outcome = dict[str, Any]
@@ -192,7 +195,8 @@ def evaluation_before_and_after_the_training() -> Outcome:
 
 def compute_loss_plainly(model: Any) -> float:
     """Return the mean over samples of the losses of batches, as the Trainer computes it."""
-    rows, total = make_rows(HELD_OUT, 2), 0.0
+    rows = make_rows(HELD_OUT, 2)
+    total = 0.0
     model.eval()
     for begin in range(0, HELD_OUT, 4):
         part = rows[begin : begin + 4]
@@ -212,7 +216,8 @@ def metrics_of_single_batches() -> Outcome:
         totals.append(float(prediction.predictions.sum()))
         if not compute_result:
             return {}
-        result, count = sum(totals), len(totals)
+        result = sum(totals)
+        count = len(totals)
         totals.clear()
         return {"total": result, "batches": count}
 
@@ -313,7 +318,8 @@ def a_resumed_training() -> Outcome:
         folder = share_folder(own)
         options = {"callbacks": [Draw()], "save_strategy": "steps", "save_steps": 1}
         whole = train(folder, **options)
-        numbers, drawn[:] = [*drawn], []
+        numbers = [*drawn]
+        drawn[:] = []
         checkpoint = f"{folder}/checkpoint-4"
         resumed = train(f"{folder}/again", resume=checkpoint, **options)
         assert resumed["digest"] == whole["digest"]

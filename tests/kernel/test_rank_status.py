@@ -119,7 +119,8 @@ def test_skipped_micro_batches_let_the_sums_of_a_rank_be_one_number():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_the_first_non_finite_loss_is_found_with_its_rank(value):
-    good, bad = MicrobatchResult(0, 1, 0.5, 1.0), MicrobatchResult(3, 1, 0.5, value)
+    good = MicrobatchResult(0, 1, 0.5, 1.0)
+    bad = MicrobatchResult(3, 1, 0.5, value)
     later = MicrobatchResult(4, 1, 0.5, math.nan)
     ignoring = [StepWarning("rank 1", "the loss ignores some targets", "ignored_targets")]
     assert merged([status(good)], 5).non_finite is None
@@ -157,7 +158,8 @@ def test_values_that_differ_are_none():
     assert merged([*same, status(batch="x", hooks=hooks), *same], 1).batch is None
     other = status(hooks=hooks | {"hyperparameters": "x"})
     assert merged([*same, other, *same], 1).hooks["hyperparameters"] is None
-    first, second = {"0": "first"}, {"1": "second"}
+    first = {"0": "first"}
+    second = {"1": "second"}
     stages = [status(hooks={"state": each}) for each in (first, second)] * 3
     assert merged(stages, 1, stages=2).hooks["state"] == first | second
     stages.append(status(hooks={"state": {"0": "x"}}))
@@ -188,7 +190,8 @@ HASHES = st.sampled_from(["", "differ", "x", "y"])
 @st.composite
 def trainings(draw):
     """Draw (statuses, number of micro-batches, stages)."""
-    replicas, stages = draw(st.integers(1, 9)), draw(st.integers(1, 2))
+    replicas = draw(st.integers(1, 9))
+    stages = draw(st.integers(1, 2))
     leaves = draw(st.integers(1, 20))
     spans = split_evenly(leaves, replicas)
     found = []
@@ -232,7 +235,8 @@ def merge_in_tree(draw, parts):
     if len(parts) == 1:
         return parts[0]
     cut = draw(st.integers(1, len(parts) - 1))
-    left, right = merge_in_tree(draw, parts[:cut]), merge_in_tree(draw, parts[cut:])
+    left = merge_in_tree(draw, parts[:cut])
+    right = merge_in_tree(draw, parts[cut:])
     return merge(left, unpack(pack(right), HOOKS))
 
 

@@ -49,7 +49,8 @@ def test_scopes_are_the_blocks_each_once_and_else_the_model():
 
 
 def test_every_scope_draws_from_its_own_key(make_scopes):
-    first, second = Draws(), Draws()
+    first = Draws()
+    second = Draws()
     model = nn.Sequential(first, second)
     scopes = make_scopes([first, second], model, seed=3, device=CPU)
     with scopes.seed_calls():
@@ -84,7 +85,8 @@ def test_recomputation_repeats_the_numbers_of_its_own_call(make_scopes):
         # Three calls, each recomputed in backward, in whatever order autograd takes.
         outputs = [checkpoint(model, weight * (i + 1), use_reentrant=False) for i in range(3)]
         torch.stack(outputs).prod().backward()
-    forward, again = model.drawn[:3], model.drawn[3:]
+    forward = model.drawn[:3]
+    again = model.drawn[3:]
     assert len(set(forward)) == 3
     assert sorted(again) == sorted(forward)
 

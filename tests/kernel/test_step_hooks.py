@@ -18,7 +18,8 @@ class Silent(StepHook):
 class Begins(StepHook):
     """A hook of the first two steps, and of every fifth."""
 
-    first, every = 2, 5
+    first = 2
+    every = 5
 
     def begin(self, step: StepContext, batch: Any) -> None:
         """Do nothing."""

@@ -122,7 +122,8 @@ def test_ranks_find_out_that_they_share_a_device(monkeypatch, names, is_shared):
     store = HashStore()
 
     def ask(number):
-        device, place = torch.device("cuda", number), rank(number, len(names))
+        device = torch.device("cuda", number)
+        place = rank(number, len(names))
         return may_be_shared(device, place), is_shared_by_ranks(device, store, place)
 
     with ThreadPoolExecutor(len(names)) as ranks:

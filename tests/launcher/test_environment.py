@@ -199,7 +199,8 @@ def test_mpiexec_on_several_hosts_needs_an_address(name):
 def test_mpiexec_in_a_batch_job_uses_its_first_host():
     environ = read_recorded("mpich-2-hosts")[2]
     job = {**environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[07-09]"}
-    first, again = read_rank_info(job), read_rank_info({**job, "SLURM_JOB_ID": "8"})
+    first = read_rank_info(job)
+    again = read_rank_info({**job, "SLURM_JOB_ID": "8"})
     assert first.master_addr == again.master_addr == "gpu07"
     assert first.master_port == read_rank_info(job).master_port != again.master_port
 

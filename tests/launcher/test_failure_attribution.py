@@ -160,7 +160,8 @@ def member(number, rank, **fields):
 
 def test_members_of_an_elastic_run_are_not_taken_for_ranks():
     """Their own messages name ranks, which the members have in a round."""
-    killed, done = member(4, 0, status=-9, when=1.0), member(5, 1, status=0, when=2.0)
+    killed = member(4, 0, status=-9, when=1.0)
+    done = member(5, 1, status=0, when=2.0)
     assert str(make_rank_error([killed, done])) == "member 4 was killed by SIGKILL"
     waiting = member(6, 2, waiting_for=(5,))
     assert str(make_rank_error([done, waiting])).startswith(

@@ -100,7 +100,8 @@ def train() -> set[str]:
     """Train one step; return the modules that were imported since the start of the rank."""
     before = {*sys.modules}
     ls.init()
-    model, loss = torch.nn.Linear(2, 1), torch.nn.MSELoss()
+    model = torch.nn.Linear(2, 1)
+    loss = torch.nn.MSELoss()
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     ls.Trainer(model, loss, sgd, microbatches=2, loggers=(), progress=False).step(
         (torch.ones(4, 2), torch.ones(4, 1))

@@ -590,7 +590,8 @@ def test_long_computations_and_slow_ranks_are_not_reported(backend, policy, capf
 
 
 def test_sigusr1_to_the_launcher_prints_where_the_ranks_are(monkeypatch, tmp_path):
-    said, done = [], tmp_path / "done"
+    said = []
+    done = tmp_path / "done"
 
     def log(sentence):
         said.append(sentence)

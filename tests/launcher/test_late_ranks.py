@@ -57,7 +57,8 @@ def test_one_rank_speaks_for_each_terminal(launcher, size):
 def test_a_note_is_due_first_early_and_then_at_each_interval(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    wait, notes = LongWait(100.0), []
+    wait = LongWait(100.0)
+    notes = []
     for tenth in range(1000, 1500):
         now[0] = tenth / 10
         if wait.is_note_due():

@@ -793,7 +793,8 @@ def test_the_progress_of_rank_0_is_drawn_below_the_output_on_a_terminal(tmp_path
     monkeypatch.setenv("TERM", "xterm")
     Path("train.py").write_text(SHOWN)
     ours, theirs = pty.openpty()
-    seen, lines = [], ["[0] epoch 1/2  loss 0.5000", "[0] epoch 2/2  loss 0.5000"]
+    seen = []
+    lines = ["[0] epoch 1/2  loss 0.5000", "[0] epoch 2/2  loss 0.5000"]
     with (
         open(theirs, "w", encoding="utf-8") as terminal,
         closing(os.fdopen(ours, "rb", 0)) as screen,

@@ -74,7 +74,8 @@ def write_until_closed(descriptor: int) -> None:
 
 @given(st.binary(max_size=400).map(lambda data: data.replace(b"\r", b".")), st.data())
 def test_lines_do_not_depend_on_how_the_bytes_arrive(text, data):
-    lines, whole = LineSplitter(), LineSplitter()
+    lines = LineSplitter()
+    whole = LineSplitter()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[lo:hi] for lo, hi in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     found = [line for piece in pieces for line in lines.feed(piece, 0.0)] + lines.take_rest()
@@ -92,7 +93,8 @@ def test_a_prompt_is_shown_after_a_delay_without_an_empty_line_at_its_end():
 
 
 def test_a_progress_bar_shows_its_last_state_at_intervals():
-    lines, shown = LineSplitter(), []
+    lines = LineSplitter()
+    shown = []
     for step in range(100):
         now = step * 0.1
         shown += lines.feed(f"{step}%\r".encode(), now) + lines.take_overdue(now)

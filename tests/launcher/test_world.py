@@ -37,7 +37,8 @@ from lockstep.processor_core import divide_cores
 
 @pytest.fixture
 def alone():
-    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    threads = torch.get_num_threads()
+    mode = torch.get_deterministic_debug_mode()
     yield
     ls.shutdown()
     torch.set_num_threads(threads)
@@ -201,7 +202,8 @@ def test_no_rank_of_gloo_has_joined_before_the_last_one(tmp_path):
     joined = tmp_path / "joined"
 
     def join() -> bool:
-        connect, came = dist.init_process_group, False
+        connect = dist.init_process_group
+        came = False
 
         def connect_slowly(*arguments, **options):
             nonlocal came
@@ -400,7 +402,8 @@ def test_a_rank_that_never_joins_is_named_before_the_timeout():
 ])  # fmt: skip
 def test_ranks_of_mpiexec_meet_at_a_port_of_the_launch(names):
     def join():
-        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        rank = os.environ["RANK"]
+        size = os.environ["WORLD_SIZE"]
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"

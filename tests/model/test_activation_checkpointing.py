@@ -26,7 +26,8 @@ class Counted(nn.Module):
 
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.calls = inner, [0, 0]
+        self.inner = inner
+        self.calls = [0, 0]
 
     def forward(self, *args, **kwargs):
         self.calls[is_in_backward()] += 1
@@ -86,7 +87,9 @@ class Hidden(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.given = nn.Linear(6, 8), nn.Linear(8, 6), []
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 6)
+        self.given = []
 
     def forward(self, x):
         hidden = torch.tanh(self.first(x))
@@ -203,7 +206,8 @@ def test_no_module_keeps_another_forward():
             raise ValueError("boom")
 
     model = nn.Sequential(nn.Linear(6, 6), Fails())
-    own = model[0].forward = partial(nn.Linear.forward, model[0])
+    own = partial(nn.Linear.forward, model[0])
+    model[0].forward = own
     again = make_checkpointing(model)
     with pytest.raises(ValueError, match="boom"), again.enable(Buffers({"": model})):
         model(torch.ones(2, 6))
@@ -216,7 +220,8 @@ class Alternating(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.weight = 0, nn.Parameter(torch.ones(()))
+        self.calls = 0
+        self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
         self.calls += 1
@@ -279,7 +284,8 @@ def test_what_cannot_be_repeated_is_refused(layers, sentence):
 
 
 def test_errors_of_others_are_left_as_they_are():
-    plain, again = ActivationCheckpointing({}, CPU), ActivationCheckpointing({"0": nn.ReLU()}, CPU)
+    plain = ActivationCheckpointing({}, CPU)
+    again = ActivationCheckpointing({"0": nn.ReLU()}, CPU)
     for checkpointing, said in [(plain, "modified by an inplace operation"), (again, "boom")]:
         with pytest.raises(RuntimeError, match=said) as caught, checkpointing.explain_errors():
             raise RuntimeError(said)

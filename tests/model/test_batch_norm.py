@@ -25,7 +25,8 @@ def rows(samples):
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_manual_step_says_which_batch_fails():
-    judge, generator = nn.Linear(3, 1), network().requires_grad_(False)
+    judge = nn.Linear(3, 1)
+    generator = network().requires_grad_(False)
     trainer = ls.Trainer(judge, None, SGD, microbatches=4, extra_modules=[generator])
 
     def run_epoch():

@@ -10,7 +10,8 @@ from lockstep.model.native_seeder import make_rng_scopes
 
 
 def test_a_seeded_module_is_no_compiled_one_and_can_be_copied():
-    model, compiled = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Linear(2, 2)
+    compiled = nn.Linear(2, 2)
     compiled.compile(backend="eager")
     own = compiled._compiled_call_impl
     for module, is_compiled in ((model, False), (compiled, True)):

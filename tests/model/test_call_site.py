@@ -40,7 +40,8 @@ def test_names_of_units_parameters_and_buffers():
     model.Probe = probe  # a name like that of a class
     loss = Probe()
     finder = CallSites({"": model, "Loss": loss})
-    site, of_loss = probe(finder), loss(finder)
+    site = probe(finder)
+    of_loss = loss(finder)
     assert (site.unit, of_loss.unit) == ("Probe", "Loss")
     assert site.source == of_loss.source == line_of_forward()
     names = [finder.name(each, site) for each in (probe.scale, probe.seen, loss.scale, loss.seen)]

@@ -31,7 +31,8 @@ class Calling(nn.Linear):
 
     def __init__(self, call, where):
         super().__init__(6, 6)
-        self.call, self.where = call, where
+        self.call = call
+        self.where = where
 
     def forward(self, inputs):
         outputs = super().forward(inputs)

@@ -119,7 +119,8 @@ def test_compiled_blocks_have_the_same_bits_in_every_layout(ranks):
         split = train_blocks("blocks", stages=2, checkpointing=True)
         return {split, train_blocks("blocks")}, {train_blocks("whole in place")}
 
-    (alone,), together = ranks(train_alone, 1), ranks(train_together, 2)
+    (alone,) = ranks(train_alone, 1)
+    together = ranks(train_together, 2)
     assert [len(each) for each in alone] == [1, 1], "blocks have seeds of their own; a model one"
     assert together == [alone, alone]
 

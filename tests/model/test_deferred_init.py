@@ -85,7 +85,8 @@ class Calibrated(nn.Linear):
 def test_blocks_that_are_not_held_have_no_memory():
     shared = nn.Linear(5, 5)
     blocks = [block, Calibrated, meta, lambda: nn.Sequential(shared), lambda: shared]
-    whole, part = build(blocks, seed=3), build_sequence([*blocks, meta()], [1, 4], seed=3)
+    whole = build(blocks, seed=3)
+    part = build_sequence([*blocks, meta()], [1, 4], seed=3)
     built = {name for name, each in part.state_dict().items() if not each.is_meta}
     own = {"1.scale", "1.weight", "1.bias", "4.weight", "4.bias"}
     assert built == own | {"3.0.weight", "3.0.bias"}  # the same tensors as those of block 4

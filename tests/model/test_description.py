@@ -88,7 +88,8 @@ def test_a_tensor_is_told_by_its_content():
 
 
 def test_a_long_value_is_cut_and_told_by_its_hash():
-    first, second = describe_value(list(range(500))), describe_value([*range(499), 0])
+    first = describe_value(list(range(500)))
+    second = describe_value([*range(499), 0])
     assert len(first) < 220
     assert first.startswith("[0, 1, 2, ")
     assert first != second
@@ -210,7 +211,8 @@ class Numbered(nn.Module):
 
     def __init__(self, rank, width=3):
         super().__init__()
-        self.rank, self.width = rank, width
+        self.rank = rank
+        self.width = width
 
 
 def test_attributes_that_a_module_names_may_differ():
@@ -221,8 +223,12 @@ def test_attributes_that_a_module_names_may_differ():
     assert clause(described(Numbered(0)), described(Numbered(1, 4))) == (
         "rank 1: model (Numbered).width is 4, on rank 0 it is 3"
     )
-    one, other = nn.ReLU(), nn.ReLU()
-    one.number, other.number, one.lockstep_ignore, other.lockstep_ignore = 1, 2, "number", "number"
+    one = nn.ReLU()
+    other = nn.ReLU()
+    one.number = 1
+    other.number = 2
+    one.lockstep_ignore = "number"
+    other.lockstep_ignore = "number"
     assert clause(described(one), described(other)) is None
 
 
@@ -263,7 +269,8 @@ def later():
 
 class Callable:
     def __init__(self, amount):
-        self.amount, self.inner = amount, nn.CrossEntropyLoss(label_smoothing=amount)
+        self.amount = amount
+        self.inner = nn.CrossEntropyLoss(label_smoothing=amount)
 
     def __call__(self, outputs, targets):
         return self.amount
@@ -300,14 +307,17 @@ def test_what_differs_in_a_function_is_named(ours, theirs, words):
 
 
 def test_lambdas_are_told_by_their_code():
-    ours, same, theirs = (lambda o: o + 1), (lambda o: o + 1), (lambda o: o + 2)
-    assert describe("loss", ours) == describe("loss", same)
-    assert "loss (hash of its code)" in clause(describe("loss", ours), describe("loss", theirs))
+    functions = (lambda o: o + 1, lambda o: o + 1, lambda o: o + 2)
+    ours, same, theirs = (describe("loss", function) for function in functions)
+    assert ours == same
+    assert "loss (hash of its code)" in clause(ours, theirs)
 
 
 def test_a_variable_of_a_function_may_be_exempted():
-    ours, theirs = smoothed(0.1, nn.ReLU()), smoothed(0.2, nn.ReLU())
-    ours.lockstep_ignore = theirs.lockstep_ignore = ["amount"]
+    ours = smoothed(0.1, nn.ReLU())
+    theirs = smoothed(0.2, nn.ReLU())
+    ours.lockstep_ignore = ["amount"]
+    theirs.lockstep_ignore = ["amount"]
     assert clause(describe("loss", ours), describe("loss", theirs)) is None
 
 

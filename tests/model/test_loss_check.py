@@ -83,7 +83,8 @@ def said(loss, samples=21, model=None, **options):
     torch.manual_seed(0)
     model = model or nn.Linear(6, 4)
     trainer = ls.Trainer(model, loss, SGD, progress=False, **options)
-    inputs, targets = torch.randn(samples, 6), torch.randint(0, 4, (samples,))
+    inputs = torch.randn(samples, 6)
+    targets = torch.randint(0, 4, (samples,))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -166,7 +167,8 @@ def test_other_losses_are_not_named_nor_changed(name, monkeypatch):
     def train():
         torch.manual_seed(0)
         trainer = ls.Trainer(nn.Linear(6, 4), copy.deepcopy(HONEST[name]), SGD, progress=False)
-        inputs, targets = torch.randn(21, 6), torch.randint(0, 4, (21,))
+        inputs = torch.randn(21, 6)
+        targets = torch.randint(0, 4, (21,))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return trainer.step((inputs, targets)), trainer.digest(), torch.rand(2).tolist()
@@ -235,7 +237,8 @@ def test_a_weight_that_does_not_fit_the_loss_is_named():
 @pytest.mark.usefixtures("world_of_one")
 def test_a_hidden_ignore_index_is_named_also_where_it_ends_the_training():
     """Of a micro-batch without targets, the loss is NaN; the others show the reason."""
-    inputs, targets = torch.randn(24, 6), torch.arange(24) % 4
+    inputs = torch.randn(24, 6)
+    targets = torch.arange(24) % 4
     for is_empty in (False, True):
         targets[21:] = 0 if is_empty else 1
         trainer = ls.Trainer(nn.Linear(6, 4), Around(), SGD, progress=False)

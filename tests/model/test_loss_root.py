@@ -71,7 +71,8 @@ def test_the_gradients_are_those_of_loss_backward(share):
     weight = torch.tensor([0.5, -1.0], requires_grad=True)
     gradient = None if share is None else torch.tensor(share)
     compute(weight).backward(gradient)
-    expected, weight.grad = weight.grad, None
+    expected = weight.grad
+    weight.grad = None
     loss = compute(weight)
     seen = []
     loss.register_hook(seen.append)

@@ -53,7 +53,9 @@ def test_two_views_overlap_where_an_element_belongs_to_both(tensors):
 
 
 def test_parameters_are_named_and_a_tied_one_is_one():
-    a, b, c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    a = nn.Linear(3, 3)
+    b = nn.Linear(3, 3)
+    c = nn.Linear(3, 3)
     b.weight = a.weight
     c.weight.data = a.weight.data
     c.register_buffer("copy", b.bias.data)

@@ -182,7 +182,9 @@ def test_a_known_memory_gets_a_second_number(find: Any, monkeypatch: pytest.Monk
     seeder = NativeSeeder([-1])
     with isolated(everything=True):
         numpy.random.seed(3)
-        _, kept, second = numpy.random.randn(), numpy.random.get_state(), numpy.random.randn()
+        _ = numpy.random.randn()
+        kept = numpy.random.get_state()
+        second = numpy.random.randn()
         seeder.remember_others()()
         numpy.random.set_state(kept)
         restore = seeder.remember_others()

@@ -19,7 +19,8 @@ class Block(nn.Module):
 
     def __init__(self, action, held=None):
         super().__init__()
-        self.action, self.held = action, held
+        self.action = action
+        self.held = held
 
     def forward(self, x):
         self.action(self, x)
@@ -50,7 +51,8 @@ def nowhere(block, x):
 def by_hook():
     """Return two blocks, of which a hook of the first writes what the second one holds."""
     features = {}
-    first, second = Block(nowhere), Block(nowhere, features)
+    first = Block(nowhere)
+    second = Block(nowhere, features)
     first.register_forward_hook(lambda module, inputs, output: features.update(x=output))
     return first, second
 
@@ -116,7 +118,8 @@ def test_a_shared_object_is_compared_in_calls_that_are_not_inspected():
 
 
 def test_what_one_stage_alone_refers_to_may_change():
-    first, second = Block(into_what_it_holds, {}), Block(into_what_it_holds, {})
+    first = Block(into_what_it_holds, {})
+    second = Block(into_what_it_holds, {})
     state, _ = states_of(first, second)
     for number in range(3):
         called(state, first, number)
@@ -124,7 +127,8 @@ def test_what_one_stage_alone_refers_to_may_change():
 
 def test_the_loss_refers_to_what_its_closure_does():
     held = {}
-    first, second = Block(into_what_it_holds, held), Block(nowhere)
+    first = Block(into_what_it_holds, held)
+    second = Block(nowhere)
     state = states_of(first, second, lambda outputs, targets: outputs.sum() + held["x"])[0]
     called(state, first, 0)
     with pytest.raises(UsageError, match="which the loss in another stage refers to"):

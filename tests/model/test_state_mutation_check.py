@@ -26,7 +26,8 @@ class Teacher(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.student, self.teacher = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+        self.student = nn.Linear(6, 4)
+        self.teacher = nn.Linear(6, 4).requires_grad_(False)
 
     def forward(self, inputs):
         with torch.no_grad():
@@ -94,7 +95,8 @@ class Named(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.teacher = nn.Linear(6, 6), Teacher()
+        self.linear = nn.Linear(6, 6)
+        self.teacher = Teacher()
 
     def blocks(self):
         return [self.linear, self.teacher]
@@ -122,8 +124,10 @@ class Late(nn.Module):
 
     def __init__(self, act):
         super().__init__()
-        self.linear, self.codes = nn.Linear(6, 4), nn.Parameter(torch.ones(7, 50))
-        self.act, self.is_late = act, False
+        self.linear = nn.Linear(6, 4)
+        self.codes = nn.Parameter(torch.ones(7, 50))
+        self.act = act
+        self.is_late = False
 
     def forward(self, inputs):
         if self.is_late:

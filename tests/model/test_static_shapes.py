@@ -152,8 +152,10 @@ def test_the_settings_hold_in_the_body_only(is_late):
     import torch._inductor.config as inductor
 
     torch.compiler.reset()
-    config, kind = torch._dynamo.config, torch.fx.experimental.symbolic_shapes.ShapeEnv
-    create, compiled = kind.create_symbol, []
+    config = torch._dynamo.config
+    kind = torch.fx.experimental.symbolic_shapes.ShapeEnv
+    create = kind.create_symbol
+    compiled = []
 
     def compile_graph(graph, inputs):
         compiled.append(config.suppress_errors)

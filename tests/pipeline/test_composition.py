@@ -28,7 +28,8 @@ class Chain(nn.Module):
     def __init__(self, around: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)])
-        self.around, self.is_short = around, False
+        self.around = around
+        self.is_short = False
 
     def blocks(self):
         return list(self.layers)
@@ -176,7 +177,8 @@ class Pairs(Chain):
 
     def __init__(self, second: str) -> None:
         super().__init__()
-        self.layers, self.second = nn.ModuleList([Pair(), Pair()]), second
+        self.layers = nn.ModuleList([Pair(), Pair()])
+        self.second = second
 
     def forward(self, first, second=None):
         x = self.layers[0](first, second=second)
@@ -228,7 +230,8 @@ def test_a_forward_that_changes_later_is_refused_then():
     model.around = skipped(GENERATOR.random)
     with pytest.raises(LayoutError, match="it changes draw"):
         composition.check(INPUTS)
-    model.around, model.is_short = None, True
+    model.around = None
+    model.is_short = True
     with pytest.raises(LayoutError, match=r"does not call block layers\.2"):
         composition.check(INPUTS)
     sequence = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

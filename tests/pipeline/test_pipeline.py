@@ -309,8 +309,12 @@ class Hidden(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
-        self.calls, self.given, self.alive = [0, 0], [], []
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 6)
+        self.calls = [0, 0]
+        self.given = []
+        self.alive = []
 
     def forward(self, x):
         self.calls[is_in_backward()] += 1
@@ -363,11 +367,13 @@ def test_a_stage_that_fails_stops_every_rank_with_its_place_and_training_can_go_
         model = nn.Sequential(first, fails, nn.Linear(6, 3))
         options = {"pipeline": ls.PipelineConfig(stages=2, schedule="1f1b", balance=[1, 2])}
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4, **options)
-        before, said = trainer.digest(), ""
+        before = trainer.digest()
+        said = ""
         with pytest.raises((ValueError, ls.LockstepError)) as caught:
             trainer.step(rows()[:16])
         said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-        after, fails.armed = trainer.digest(), False
+        after = trainer.digest()
+        fails.armed = False
         trainer.step(rows()[:16])
         return before == after, type(caught.value).__name__, said, trainer.digest()
 
@@ -446,12 +452,14 @@ def test_on_gloo_the_bits_are_the_same(ranks, alone):
 
 def refusals():
     """Return what is said to a model or a layout that cannot be cut."""
-    sequence, loss = small_model(), nn.CrossEntropyLoss()
+    sequence = small_model()
+    loss = nn.CrossEntropyLoss()
 
     class Opaque(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 3)
+            self.one = nn.Linear(6, 6)
+            self.two = nn.Linear(6, 3)
 
         def forward(self, x):
             return self.two(torch.tanh(self.one(x)))
@@ -536,7 +544,8 @@ def test_a_record_says_stages_and_the_digest_of_all_of_them(ranks, tmp_path):
 
     for digest, optimizer_digest in ranks(train, 2):
         lines = (tmp_path / "run/record.jsonl").read_bytes().splitlines()
-        first, last = orjson.loads(lines[0]), orjson.loads(lines[-1])
+        first = orjson.loads(lines[0])
+        last = orjson.loads(lines[-1])
         assert first["layout"]["stages"] == 2
         assert (last["digest"], last["optimizer_digest"]) == (digest, optimizer_digest)
 

@@ -114,7 +114,9 @@ class Skipping(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = layer(), layer(), layer()
+        self.a = layer()
+        self.b = layer()
+        self.c = layer()
 
     def forward(self, x):
         h = self.a(x)
@@ -251,7 +253,8 @@ class Repeating(nn.Module):
     def __init__(self, names):
         super().__init__()
         torch.manual_seed(1)
-        again, last = layer(), layer()
+        again = layer()
+        last = layer()
         self.layers = nn.ModuleList([again, nn.Tanh(), again, last][: 4 if names == 2 else 2])
         self.last = last
 
@@ -356,7 +359,8 @@ class Hooked(nn.Module):
 
     def __init__(self, hook):
         super().__init__()
-        self.first, self.last = layer(), layer()
+        self.first = layer()
+        self.last = layer()
         self.hook = hook
 
     def forward(self, x):
@@ -382,7 +386,9 @@ class Scaled(nn.Module):
 
     def __init__(self, forward, backward):
         super().__init__()
-        self.linear, self.forward_, self.backward_ = layer(), forward, backward
+        self.linear = layer()
+        self.forward_ = forward
+        self.backward_ = backward
 
     def forward(self, x):
         y = self.linear(x) * (random.random() if self.forward_ else 1)
@@ -401,7 +407,8 @@ class Aliased(nn.Module):
 
     def __init__(self, alias):
         super().__init__()
-        self.linear, self.alias = layer(), alias
+        self.linear = layer()
+        self.alias = alias
 
     def forward(self, x):
         h = self.linear(x) * 1
@@ -527,7 +534,8 @@ class Reminded(nn.Module):
 
     def __init__(self, known):
         super().__init__()
-        self.layer, self.known = nn.Linear(4, 4), [known]
+        self.layer = nn.Linear(4, 4)
+        self.known = [known]
 
     def forward(self, x):
         return self.layer(x)
@@ -566,7 +574,8 @@ class Box:
 class Put(nn.Module):
     def __init__(self, box):
         super().__init__()
-        self.linear, self.box = layer(), box
+        self.linear = layer()
+        self.box = box
 
     def forward(self, x):
         self.box.mask = (x[:, :1] > 0).float()
@@ -576,7 +585,8 @@ class Put(nn.Module):
 class Use(nn.Module):
     def __init__(self, box):
         super().__init__()
-        self.linear, self.box = layer(), box
+        self.linear = layer()
+        self.box = box
 
     def forward(self, x):
         return self.linear(x) * self.box.mask
@@ -593,7 +603,8 @@ class Collecting(nn.Module):
 
     def __init__(self, terms):
         super().__init__()
-        self.linear, self.terms = layer(), terms
+        self.linear = layer()
+        self.terms = terms
 
     def forward(self, x):
         y = self.linear(x)
@@ -623,7 +634,8 @@ class Filling(nn.Module):
 
     def __init__(self, tables):
         super().__init__()
-        self.linear, self.tables = layer(), tables
+        self.linear = layer()
+        self.tables = tables
 
     def forward(self, x):
         if "scale" not in self.tables:
@@ -642,10 +654,12 @@ class Keeping(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.kept = layer(), {}
+        self.linear = layer()
+        self.kept = {}
 
     def forward(self, x):
-        self.kept["input"], self.scale = x.detach(), float(x.detach().mean())
+        self.kept["input"] = x.detach()
+        self.scale = float(x.detach().mean())
         y = self.linear(x)
         if y.requires_grad:
             y.register_hook(self.changed)

@@ -23,7 +23,9 @@ class Block(nn.Module):
     def __init__(self, clock: Clock, seconds: list[float]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.clock, self.seconds, self.calls = clock, seconds, 0
+        self.clock = clock
+        self.seconds = seconds
+        self.calls = 0
 
     def forward(self, inputs):
         self.clock.now += self.seconds[self.calls]

@@ -34,7 +34,8 @@ class Reading(nn.Module):
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         super().__init__()
-        self.read, self.linear = read, nn.Linear(4, 4)
+        self.read = read
+        self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
         return self.linear(x @ self.read())

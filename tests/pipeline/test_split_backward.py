@@ -14,7 +14,8 @@ from lockstep.portable.arithmetic import has_portable_bits
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
         self.scale = nn.Parameter(torch.randn(3, 1, 1))
 
     def forward(self, x):
@@ -60,7 +61,8 @@ def convolutions():
     )
 
 
-PICTURES, WORDS = (2, 3, 9, 9), (3, 5, 8)
+PICTURES = (2, 3, 9, 9)
+WORDS = (3, 5, 8)
 # What is split: the model, its input, how many parameters wait for the second part:
 # those that only a convolution or a matrix product uses, and only one.
 CASES = {
@@ -119,7 +121,8 @@ def test_two_parts_give_the_bits_of_one(name, precision):
     if name == "lstm" and precision and has_portable_bits():  # it is composed, as the others
         late = 3
     torch.manual_seed(0)
-    model, inputs = make(), torch.randn(shape)
+    model = make()
+    inputs = torch.randn(shape)
     whole, _ = computed(model, inputs, False, precision)
     parts, waiting = computed(model, inputs, True, precision)
     assert waiting == late

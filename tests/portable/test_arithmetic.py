@@ -32,7 +32,8 @@ def measure_again():
 
 
 def test_settings_of_a_program_change_nothing():
-    expected, state = arithmetic.compute(), torch.get_rng_state()
+    expected = arithmetic.compute()
+    state = torch.get_rng_state()
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     torch.set_default_dtype(torch.float64)

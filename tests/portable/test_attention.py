@@ -35,7 +35,8 @@ class Case:
 
     def __init__(self, draw: st.DrawFn) -> None:
         self.dtype = draw(st.sampled_from([torch.float32, torch.float64]))
-        samples, heads = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+        samples = draw(st.integers(1, 3))
+        heads = draw(st.integers(1, 5))
         # Also more than the queries of a block.
         queries = draw(st.sampled_from([1, 2, 5, 17, 64, 65, 130, 200]))
         keys = draw(st.sampled_from([1, 3, 16, 17, 64, 70, 129, 260, 3000]))
@@ -167,7 +168,8 @@ def test_a_backward_pass_may_run_in_autocast() -> None:
 
 
 def test_a_query_whose_scores_are_minus_infinity_has_zeros() -> None:
-    query, key = torch.full((1, 1, 2, 4), -math.inf), torch.ones(1, 1, 3, 4)
+    query = torch.full((1, 1, 2, 4), -math.inf)
+    key = torch.ones(1, 1, 3, 4)
     output, sums = ATTEND(query, key, key)
     assert torch.equal(output, torch.zeros(1, 1, 2, 4))
     assert torch.equal(sums, torch.zeros(1, 1, 2))

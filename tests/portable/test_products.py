@@ -77,7 +77,8 @@ def add_exactly(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def multiply_exactly(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the rounded product and its error (Dekker)."""
     product = a * b
-    (a1, a0), (b1, b0) = split(a), split(b)
+    (a1, a0) = split(a)
+    (b1, b0) = split(b)
     return product, ((a1 * b1 - product) + a1 * b0 + a0 * b1) + a0 * b0
 
 
@@ -100,7 +101,8 @@ def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarra
 def multiply_in_order(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the sums of a @ b; of bfloat16 in float32."""
     wide = torch.float32 if a.dtype == torch.bfloat16 else a.dtype
-    x, y = a.to(wide).numpy(), b.to(wide).numpy()
+    x = a.to(wide).numpy()
+    y = b.to(wide).numpy()
     total = np.zeros((*x.shape[:-1], y.shape[-1]), dtype=x.dtype)
     for p in range(x.shape[-1]):
         total = fused_multiply_add(*np.broadcast_arrays(x[..., p, None], y[..., None, p, :], total))
@@ -165,7 +167,8 @@ def test_long_sums_continue(kernel_names):
     # More products than one part of k holds, more rows and columns than a packed part.
     generator = torch.Generator().manual_seed(0)
     for dtype in DTYPES:
-        a, b = draw(generator, (180, 700), dtype), draw(generator, (700, 37), dtype)
+        a = draw(generator, (180, 700), dtype)
+        b = draw(generator, (700, 37), dtype)
         expected = expect(a, b)
         for kernels in kernel_names:
             use(kernels)
@@ -193,9 +196,16 @@ def test_all_forms_of_the_operators(dtype):
     def new(*sizes):
         return draw(generator, sizes, dtype)
 
-    a, b, c, x, y = new(5, long), new(long, 7), new(5, 7), new(long), new(5)
-    as_, bs, cs = new(3, 5, long), new(3, long, 7), new(3, 5, 7)
-    product, products = expect(a, b), expect(as_, bs)
+    a = new(5, long)
+    b = new(long, 7)
+    c = new(5, 7)
+    x = new(long)
+    y = new(5)
+    as_ = new(3, 5, long)
+    bs = new(3, long, 7)
+    cs = new(3, 5, 7)
+    product = expect(a, b)
+    products = expect(as_, bs)
     added = expect(a, b, c, alpha=0.5, beta=3.0)
     all_added = expect(as_, bs, cs, alpha=0.5, beta=3.0)
     vector = expect(a, x[:, None]).squeeze(1)
@@ -234,7 +244,9 @@ def test_all_forms_of_the_operators(dtype):
 @pytest.mark.parametrize("use_gelu", [False, True])
 def test_products_of_layers_that_evaluate_are_ours(use_gelu):
     """A transformer's layer calls another operator if it needs no gradients."""
-    bias, a, b = torch.randn(9), torch.randn(45, 12), torch.randn(9, 12).t()
+    bias = torch.randn(9)
+    a = torch.randn(45, 12)
+    b = torch.randn(9, 12).t()
     expected = torch.addmm(bias, a, b)
     expected = torch.nn.functional.gelu(expected) if use_gelu else expected.relu()
     assert torch.equal(torch._addmm_activation(bias, a, b, use_gelu=use_gelu), expected)
@@ -246,7 +258,8 @@ def test_products_of_layers_that_evaluate_are_ours(use_gelu):
 
 def test_in_place_into_every_layout():
     generator = torch.Generator().manual_seed(2)
-    a, b = draw(generator, (9, 40), torch.float32), draw(generator, (40, 21), torch.float32)
+    a = draw(generator, (9, 40), torch.float32)
+    b = draw(generator, (40, 21), torch.float32)
     for layout in LAYOUTS:
         c = draw(generator, (9, 21), torch.float32, layout)
         expected = expect(a, b, c, 1, 1.0)
@@ -255,7 +268,8 @@ def test_in_place_into_every_layout():
 
 def test_result_in_the_memory_of_an_operand():
     generator = torch.Generator().manual_seed(3)
-    square, b = draw(generator, (40, 40), torch.float32), draw(generator, (40, 40), torch.float32)
+    square = draw(generator, (40, 40), torch.float32)
+    b = draw(generator, (40, 40), torch.float32)
     expected = expect(square, b)
     torch.mm(square, b, out=square)
     assert_same(square, expected)
@@ -270,7 +284,8 @@ def test_threads_do_not_matter(kernel_names):
     cases = [((300, 500), (500, 400)), ((8, 2000), (2000, 700)), ((64, 40, 33), (64, 33, 50))]
     for dtype in DTYPES:
         for size_a, size_b in cases:
-            a, b = draw(generator, size_a, dtype), draw(generator, size_b, dtype)
+            a = draw(generator, size_a, dtype)
+            b = draw(generator, size_b, dtype)
             results = []
             for kernels in kernel_names[1:] or kernel_names:
                 use(kernels)
@@ -282,11 +297,13 @@ def test_threads_do_not_matter(kernel_names):
 
 
 def test_nan_and_infinity():
-    nan, inf = float("nan"), float("inf")
+    nan = float("nan")
+    inf = float("inf")
     a = torch.tensor([[1.0, nan], [inf, 1.0], [inf, -inf], [0.0, 0.0]])
     b = torch.tensor([[1.0, 2.0], [1.0, 0.0]])
     for dtype in DTYPES:
-        x, y = a.to(dtype), b.to(dtype)
+        x = a.to(dtype)
+        y = b.to(dtype)
         expected = torch.tensor([[nan, nan], [inf, inf], [nan, nan], [0, 0]], dtype=dtype)
         assert torch.equal((x @ y).nan_to_num(7, 8, 9), expected.nan_to_num(7, 8, 9))
         c = torch.full((4, 2), nan, dtype=dtype)
@@ -304,7 +321,8 @@ def test_a_product_times_zero_is_read_where_torch_reads_it(dtype, size, beta):
         pytest.skip("torch returns memory that it has not written here")
     torch.manual_seed(0)
     a, b, c = torch.randn(3, 2, size, size).to(dtype)
-    a[:, 0, 0], b[:, 1, 1] = torch.nan, torch.inf
+    a[:, 0, 0] = torch.nan
+    b[:, 1, 1] = torch.inf
     factors = {"alpha": 0, "beta": beta}
 
     def compute() -> list[torch.Tensor]:
@@ -485,7 +503,8 @@ def test_a_convolution_of_images_has_the_bits_of_each_alone(kernel_names, value)
 
 def test_other_convolutions_are_those_of_torch():
     functional = torch.nn.functional
-    x, weight = torch.ones(1, 4, 5, 5), torch.ones(4, 4, 3, 3)
+    x = torch.ones(1, 4, 5, 5)
+    weight = torch.ones(4, 4, 3, 3)
 
     def run(function):
         try:
@@ -537,7 +556,8 @@ def test_digests():
     numbers = torch.arange(1, 1 + 130 * 270, dtype=torch.float64)
     values = (numbers * 0.6180339887498949).frac() - 0.5
     for dtype, digest in digests.items():
-        a, b = values[: 70 * 270].view(70, 270).to(dtype), values[: 270 * 130].view(270, 130)
+        a = values[: 70 * 270].view(70, 270).to(dtype)
+        b = values[: 270 * 130].view(270, 130)
         product = a @ b.to(dtype)
         content = product.view(torch.uint8).numpy().tobytes()
         assert hashlib.sha256(content).hexdigest()[:16] == digest, (

@@ -165,7 +165,9 @@ def test_layouts_do_not_matter():
 
 
 def test_nothing_is_kept_without_gradients():
-    steps, rows, hidden = 3, 2, 5
+    steps = 3
+    rows = 2
+    hidden = 5
     states = [torch.randn(rows, hidden) for _ in range(2)]
     weights = [torch.randn(4 * hidden, hidden) for _ in range(2)]
     given = [torch.randn(steps, rows, hidden), *weights, *weights, *states]

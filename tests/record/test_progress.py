@@ -62,7 +62,8 @@ def in_terminal(ending="pass", columns=80, **variables):
         stdin=theirs, stdout=theirs, stderr=theirs, env=environ,
     )  # fmt: skip
     os.close(theirs)
-    seen, deadline = b"", time.monotonic() + 60
+    seen = b""
+    deadline = time.monotonic() + 60
     try:
         while time.monotonic() < deadline:
             if not select.select([ours], [], [], 1)[0]:
@@ -89,7 +90,8 @@ def drawn(text):
 
 def plain(is_wanted=True, steps=5, **arguments):
     """Return a progress that writes into a text, the text, and its clock."""
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     progress = Progress(is_wanted, stream=stream, clock=clock, **arguments)
     progress.begin_epoch(0, steps, 0)
     return progress, stream, clock
@@ -205,7 +207,8 @@ def test_handlers_of_logging_write_above_the_region(monkeypatch):
             return True
 
     monkeypatch.setenv("TERM", "xterm")
-    stream, logger = Terminal(), logging.getLogger("mine")
+    stream = Terminal()
+    logger = logging.getLogger("mine")
     monkeypatch.setattr(sys, "stderr", stream)
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
@@ -248,7 +251,8 @@ def test_a_resumed_epoch_counts_the_steps_before():
 
 
 def test_of_two_trainers_that_train_in_turns_one_is_shown():
-    (first, ours, clock), (second, theirs, other) = plain(False), plain(False)
+    (first, ours, clock) = plain(False)
+    (second, theirs, other) = plain(False)
     for _ in range(60):
         take(first, clock, 1, 1.0)
         take(second, other, 1, 1.0)
@@ -267,7 +271,8 @@ def test_of_two_trainers_that_train_in_turns_one_is_shown():
 def test_a_progress_bar_of_tqdm_is_left_alone(monkeypatch):
     bars = SimpleNamespace(_instances=["a bar"])
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=bars))
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     progress = Progress(stream=stream, clock=clock)
     take(progress, clock, 19, 5.0)
     assert stream.getvalue() == ""

@@ -232,7 +232,8 @@ def test_a_run_that_is_resumed_from_its_beginning(tmp_path):
 
 
 def test_the_layout_is_the_last_one(tmp_path):
-    wide, narrow = [[1.0] * 4] * 4, [[1.0] * 4] * 2
+    wide = [[1.0] * 4] * 4
+    narrow = [[1.0] * 4] * 2
     lines = [
         HEADER | {"layout": {"world_size": 4}},
         *steps(0, 10, ranks=wide),
@@ -280,7 +281,8 @@ def new_round(number, at, **fields):
 
 
 def test_a_round_rewinds_to_its_step_and_resumes_nothing(tmp_path):
-    wide, narrow = [[1.0] * 4] * 3, [[1.0] * 4] * 2
+    wide = [[1.0] * 4] * 3
+    narrow = [[1.0] * 4] * 2
     lines = [
         *(HEADER | {"layout": {"world_size": 3}}, *steps(0, 5, ranks=wide)),
         *({"kind": "epoch", "t": 0.45, "epoch": 0}, *steps(5, 8, ranks=wide)),

@@ -53,7 +53,8 @@ def test_variables_that_own_files_name_are_recorded_without_secrets(
     environ = {"LR": "0.1", "WIDTH": "8", "OTHER": "1", "RANK": "0", "HOME": "/home/ann"}
     environ |= {"NAP_TOKEN": "hush", "PLACE": "qX83hfk20vmQ91bz"}
     secrets = {"VAULT_KEY": "correct horse", "API_PIN": "4711", "DB_LOGIN": "me", "SSH_PW": "a b"}
-    sources, environ = [*sources, repr(list(secrets)).encode()], environ | secrets
+    sources = [*sources, repr(list(secrets)).encode()]
+    environ = environ | secrets
     assert find_named_variables(sources, environ) == {"LR": "0.1", "WIDTH": "8"}
     monkeypatch.setenv("MADE_UP_RATE", "0.25")
     monkeypatch.setenv(WIDTH, "4")
@@ -96,7 +97,8 @@ def test_sources_are_stored_when_the_record_opens_and_when_modules_follow(tmp_pa
 
 def test_a_resumed_run_whose_sources_changed_gets_another_folder(tmp_path, write_module):
     first = write_module("own_layers", "WIDTH = 4\n")
-    run, names = tmp_path / "run", []
+    run = tmp_path / "run"
+    names = []
     for text in ("WIDTH = 4\n", "WIDTH = 4\n", "WIDTH = 8\n", "WIDTH = 8\n", "WIDTH = 4\n"):
         first.write_text(text)
         with Recorder(run, resume=bool(names)) as recorder:

@@ -182,7 +182,8 @@ def _resize(tensor: torch.Tensor, size: Sequence[int], memory_format: Any = None
     strides = torch.empty(
         size, device="meta", memory_format=memory_format or torch.contiguous_format
     ).stride()
-    memory, offset = tensor.untyped_storage(), tensor.storage_offset()
+    memory = tensor.untyped_storage()
+    offset = tensor.storage_offset()
     if needed > memory.nbytes():
         memory = _empty([needed], torch.uint8, device=tensor.device).untyped_storage()
         kept = tensor.detach().clone() if tensor.numel() else None
@@ -325,7 +326,8 @@ def _return(
 def register(native: Any, generators: Sequence[torch.Generator]) -> None:
     """Let torch's dispatcher find the kernels."""
     global _native, _generators
-    _native, _generators = native, generators
+    _native = native
+    _generators = generators
     aten = torch.library.Library("aten", "IMPL")
     for name, kernel in {
         "empty.memory_format": _empty,

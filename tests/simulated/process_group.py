@@ -58,8 +58,11 @@ class SimulatedWork(dist.Work):
         self, stream: streams.Stream, device: torch.device, inner: dist.Work, outputs: object
     ) -> None:
         super().__init__()
-        self._stream, self._device, self._inner = stream, device, inner
-        self._until, self._outputs = stream.launched, outputs
+        self._stream = stream
+        self._device = device
+        self._inner = inner
+        self._until = stream.launched
+        self._outputs = outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Let the current stream wait for the operation; the host goes on."""
@@ -85,7 +88,9 @@ class SimulatedProcessGroup(ProcessGroup):  # type: ignore[misc]  # of type Any,
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._store, self._name, self._description = store, "", ""
+        self._store = store
+        self._name = ""
+        self._description = ""
         self.messages: dict[int, list[str]] = {}
         groups.append(self)
         self._by_type = {
@@ -143,7 +148,8 @@ class SimulatedProcessGroup(ProcessGroup):  # type: ignore[misc]  # of type Any,
         device = _find_device(args)
         if device is None:
             return getattr(self._by_type["cpu"], operation)(*args)
-        current, own = kernels.stream_of(device), streams.stream(device.index, STREAM)
+        current = kernels.stream_of(device)
+        own = streams.stream(device.index, STREAM)
         until = current.launched
         own.launch(lambda: current.run(until))
         own.run()

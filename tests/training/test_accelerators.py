@@ -84,7 +84,8 @@ class Words(nn.Module):
 
     def __init__(self, is_tied):
         super().__init__()
-        self.embedding, self.last = nn.Embedding(11, 6, sparse=True), nn.Linear(6, 11)
+        self.embedding = nn.Embedding(11, 6, sparse=True)
+        self.last = nn.Linear(6, 11)
         if is_tied:
             self.last.weight = self.embedding.weight
 
@@ -123,7 +124,8 @@ def train_in_one_process():
     devices = ["cpu", "cpu"] if kind == "cpu" else [f"{kind}:0", f"{kind}:1"]
     torch.manual_seed(2)
     model = nn.Linear(6, 10).to(devices[0])
-    parallel, optimizer = ls.DataParallel(model, devices), SGD(model.parameters())
+    parallel = ls.DataParallel(model, devices)
+    optimizer = SGD(model.parameters())
     for inputs, targets in models.row_batches([16, 16]):
         optimizer.zero_grad()
         outputs = parallel(inputs.to(devices[0]))
@@ -231,12 +233,14 @@ class Forked(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.here, self.there = nn.Linear(6, 10), nn.Linear(6, 10)
+        self.here = nn.Linear(6, 10)
+        self.there = nn.Linear(6, 10)
 
     def forward(self, inputs):
         if inputs.device.type == "cpu":
             return self.here(inputs) + self.there(inputs)
-        current, stream = torch.accelerator.current_stream(), torch.Stream(inputs.device)
+        current = torch.accelerator.current_stream()
+        stream = torch.Stream(inputs.device)
         stream.wait_stream(current)
         with stream:
             outputs = self.there(inputs)

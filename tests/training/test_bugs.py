@@ -80,7 +80,8 @@ def a_microbatch_without_weight_under_batch_norm():
 def a_parameter_that_is_frozen_while_the_step_runs():
     """Which gradients are sent was read from `requires_grad` after the last backward."""
     torch.manual_seed(0)
-    first, second = nn.Linear(6, 300), nn.Linear(300, 3)
+    first = nn.Linear(6, 300)
+    second = nn.Linear(300, 3)
     model = nn.Sequential(first, second)
     trainer = classifier(model)
     for samples in (24, 2):
@@ -453,7 +454,8 @@ def test_schedules_go_on_from_every_place_where_a_state_is_saved(scheduler, inte
     config = ls.OptimizerConfig(SGD, scheduler=scheduler, scheduler_interval=interval)
 
     def go_on(state=None):
-        trainer, saved = linear(optimizer=config), []
+        trainer = linear(optimizer=config)
+        saved = []
         if state is not None:
             trainer.load_state_dict(state["trainer"])
         for epoch in range(3):
@@ -590,7 +592,8 @@ def test_a_fused_sgd_of_16_bit_parameters_is_refused():
 class Skipping(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
 
     def forward(self, inputs, skip):
         hidden = self.first(inputs)

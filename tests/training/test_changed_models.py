@@ -172,7 +172,8 @@ def test_what_forward_adds_without_parameters_is_followed():
     class Growing(nn.Module):
         def __init__(self, make):
             super().__init__()
-            self.linear, self.make = nn.Linear(6, 4), make
+            self.linear = nn.Linear(6, 4)
+            self.make = make
 
         def forward(self, inputs):
             if not hasattr(self, "last"):
@@ -268,7 +269,8 @@ def test_a_model_that_another_trainer_trains_may_change(ranks):
     """With shared storage, the steps of the other trainer are no writes of several ranks."""
 
     def train():
-        first, second = net(), nn.Linear(4, 4)
+        first = net()
+        second = nn.Linear(4, 4)
         of_first = ls.Trainer(first, None, SGD, extra_modules=[second], **SHARED)
         of_second = ls.Trainer(second, None, SGD, extra_modules=[first], **SHARED)
         for _ in range(3):

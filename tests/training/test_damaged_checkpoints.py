@@ -25,13 +25,16 @@ class Meter:
     """A registered object with values of several types."""
 
     def __init__(self):
-        self.total, self.seen = 0.5, torch.tensor([7])
+        self.total = 0.5
+        self.seen = torch.tensor([7])
 
     def state_dict(self):
         return {"total": self.total, "parts": (1, [2]), "seen": self.seen}
 
     def load_state_dict(self, state):
-        (self.total, self.seen), _ = (state["total"] + 0, state["seen"]), state["parts"][1][0]
+        self.total = state["total"] + 0
+        self.seen = state["seen"]
+        _ = state["parts"][1][0]
 
 
 def build(folder, **options):

@@ -312,7 +312,8 @@ def test_a_metric_of_torchmetrics_is_reset():
     torchmetrics = pytest.importorskip("torchmetrics.classification")
     f1 = torchmetrics.MulticlassF1Score(2)
     trainer = build(metrics={"f1": ls.DatasetMetric(f1)})
-    outputs, targets = trainer.predict(rows(), 16), rows().tensors[1]
+    outputs = trainer.predict(rows(), 16)
+    targets = rows().tensors[1]
     expected = torchmetrics.MulticlassF1Score(2)(outputs, targets).item()
     assert trainer.evaluate(rows(), 16).metrics == {"f1": expected}
     assert not f1.update_called

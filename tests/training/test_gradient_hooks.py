@@ -51,7 +51,8 @@ def train(place, first, backend, shared):
     layers = [nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 4)]
     model = nn.Sequential(*layers)
     trainer = ls.Trainer(model, F.cross_entropy, SGD, storage="shared" if shared else "replicated")
-    found, handle = [], None
+    found = []
+    handle = None
     for step in range(STEPS):
         if step == first:
             handle = place(model)

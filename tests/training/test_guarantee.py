@@ -91,7 +91,8 @@ def test_gradients_that_are_sent_with_statuses_give_the_bits_of_the_reference(pl
     """The models are small here, and not treated as large ones."""
 
     def digests():
-        sent, pack = [], GradientReducer.pack
+        sent = []
+        pack = GradientReducer.pack
         GradientReducer.pack = lambda self: sent.append(pack(self)) or sent[-1]
         ls.init(backend="lockstep")
         found = lockstep_digests()

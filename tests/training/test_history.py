@@ -9,7 +9,8 @@ from lockstep.training.step_usage import RankTimes, RankUsage
 
 class Lines:
     def __init__(self):
-        self.lines, self.closed = [], 0
+        self.lines = []
+        self.closed = 0
 
     def write(self, kind, /, **fields):
         self.lines.append((kind, fields))
@@ -32,7 +33,9 @@ def usage(*memory):
 
 
 def test_an_epoch_is_the_mean_over_its_samples():
-    writer, steps, epochs = Lines(), [], []
+    writer = Lines()
+    steps = []
+    epochs = []
     history = History([writer], [steps.append, OnEpochs(epochs)])
     history.step(result(0, loss=1.0, samples=3, hit=1.0), usage(10, 20))
     history.step(result(1, loss=5.0, samples=1, hit=0.0, rare=2.0), usage(11, 21))

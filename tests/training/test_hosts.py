@@ -125,7 +125,8 @@ def train_shards(placement, storage):
     seen = [trainer.step(batch) for batch in trainer.batches(Pairs(48), 24)]
     seen.append(trainer.evaluate(Pairs(17, seed=5), 9, ema=True).loss)
     if storage == "hybrid":
-        (_, shards), copies = find_shard(trainer.module[0].weight), len(set(placement))
+        (_, shards) = find_shard(trainer.module[0].weight)
+        copies = len(set(placement))
         assert shards * copies == dist.get_world_size() == len(placement)
     state = trainer.state_dict()["model"]
     seen = seen, trainer.digest(), trainer.optimizer_digest(), ls.digest(state)
@@ -191,7 +192,8 @@ class CountingGloo:
     """Gloo's connections, and the bytes that were sent in messages."""
 
     def __init__(self, gloo):
-        self.gloo, self.sent = gloo, 0
+        self.gloo = gloo
+        self.sent = 0
 
     def __getattr__(self, name):
         return getattr(self.gloo, name)

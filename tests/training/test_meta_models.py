@@ -55,7 +55,8 @@ class Bare(Scale):
 class Net(nn.Module):
     def __init__(self, norm=NORM):
         super().__init__()
-        self.words, self.norm = nn.Embedding(5, WIDTH), norm()
+        self.words = nn.Embedding(5, WIDTH)
+        self.norm = norm()
         mask = torch.ones(6, device="cpu")
         self.layers = nn.ModuleList(Block(mask) for _ in range(8))
         self.head = nn.Linear(WIDTH, 5)

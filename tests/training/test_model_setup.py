@@ -69,7 +69,8 @@ def trained(**layout) -> tuple[list[list[bool]], list[str], list[object]]:
     )
     alive = [name for name, each in trainer.module.state_dict().items() if not each.is_meta]
     generator = torch.Generator().manual_seed(7)
-    inputs, targets = torch.randn(2, 9, 6, generator=generator), torch.arange(18).view(2, 9) % 3
+    inputs = torch.randn(2, 9, 6, generator=generator)
+    targets = torch.arange(18).view(2, 9) % 3
     losses = [trainer.step(batch) for batch in zip(inputs, targets, strict=True)]
     return notes, alive, [losses, trainer.digest(), trainer.optimizer_digest()]
 
@@ -157,7 +158,8 @@ def test_blocks_that_nobody_has_are_refused(ranks):
 def test_blocks_that_share_a_tensor_come_to_life_together(ranks):
     def rank():
         with torch.device("meta"):
-            first, last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+            first = nn.Linear(6, 6, bias=False)
+            last = nn.Linear(6, 6, bias=False)
         last.weight = first.weight
         blocks = [nn.Tanh(), first, last, nn.Tanh()]
         layout = {
@@ -177,7 +179,8 @@ def test_blocks_that_share_a_tensor_come_to_life_together(ranks):
 def tied_by_memory():
     """Return a model whose linear layers have one weight."""
     torch.manual_seed(2)
-    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    first = nn.Linear(6, 6)
+    last = nn.Linear(6, 6)
     last.weight.data = first.weight.data
     return nn.Sequential(first, nn.Tanh(), last)
 
@@ -248,7 +251,8 @@ def test_an_attribute_over_the_memory_of_a_parameter_is_named(ranks):
 class Sum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ids, self.mask = nn.Linear(4, 4), nn.Linear(3, 4)
+        self.ids = nn.Linear(4, 4)
+        self.mask = nn.Linear(3, 4)
 
     def forward(self, ids, mask, labels=None):
         outputs = torch.tanh(self.ids(ids) + self.mask(mask))
@@ -262,7 +266,8 @@ class Loss(nn.Module):
 
 def test_a_list_of_blocks_takes_several_inputs_in_every_layout(ranks):
     """It took them in stages with `balance` only, and raised a TypeError elsewhere."""
-    inputs, targets = torch.arange(32.0).reshape(8, 4) % 7 - 3, torch.arange(8) % 4
+    inputs = torch.arange(32.0).reshape(8, 4) % 7 - 3
+    targets = torch.arange(8) % 4
     mask = torch.arange(24.0).reshape(8, 3) % 5 - 2
     triple = inputs, mask, targets
     named = {"ids": inputs, "mask": mask, "labels": targets}

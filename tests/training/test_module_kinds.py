@@ -38,7 +38,8 @@ class Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 4, bias=False)
+        self.down = nn.Linear(6, 2, bias=False)
+        self.up = nn.Linear(2, 4, bias=False)
         values = torch.randn(4, 6)
         frozen = {
             "weight": (values * 10).to(torch.int8),
@@ -96,7 +97,9 @@ class Case:
     """A training: its model, its loss, and the Trainer's other arguments."""
 
     def __init__(self, model, loss=nn.CrossEntropyLoss, **options) -> None:
-        self.model, self.loss, self.options = model, loss, options
+        self.model = model
+        self.loss = loss
+        self.options = options
 
     def train(self, layout: dict[str, Any]) -> list[Any]:
         torch.manual_seed(1)

@@ -194,7 +194,8 @@ class Lookahead(optim.SGD):
     def __init__(self, params, every=5):
         super().__init__(params, lr=0.1)
         self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
-        self.calls, self.every = 0, every
+        self.calls = 0
+        self.every = every
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -236,12 +237,14 @@ class Decaying(Own):
 class TrustRatio(Own):
     """Scales the step of each parameter by its norm, as LAMB does; keeps norms in a list."""
 
-    lockstep_elementwise, lockstep_parameterwise = False, True
+    lockstep_elementwise = False
+    lockstep_parameterwise = True
 
     @torch.no_grad()
     def step(self, closure=None):
         for parameter in self.present():
-            norms = self.state[parameter]["norms"] = [parameter.norm(), parameter.grad.norm()]
+            norms = [parameter.norm(), parameter.grad.norm()]
+            self.state[parameter]["norms"] = norms
             parameter.sub_(parameter.grad * (norms[0] / norms[1]))
 
 

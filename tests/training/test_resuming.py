@@ -31,7 +31,9 @@ from lockstep.record.reader import read_run
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
-SAMPLES, BATCH, EPOCHS = 32, 12, 3  # 3 batches per epoch, the last one smaller
+SAMPLES = 32  # 3 batches per epoch, the last one smaller
+BATCH = 12
+EPOCHS = 3
 
 
 # --- what is trained -----------------------------------------------------------------------------
@@ -118,7 +120,8 @@ class Meter:
     """A registered object."""
 
     def __init__(self):
-        self.total, self.parts = 0.0, []
+        self.total = 0.0
+        self.parts = []
 
     def add(self, value):
         self.total += value
@@ -128,7 +131,8 @@ class Meter:
         return {"total": self.total, "parts": list(self.parts)}
 
     def load_state_dict(self, state):
-        self.total, self.parts = state["total"], list(state["parts"])
+        self.total = state["total"]
+        self.parts = list(state["parts"])
 
 
 # --- the laboratory ------------------------------------------------------------------------------
@@ -151,8 +155,12 @@ class Lab:
     """
 
     def __init__(self, folder, layout, stop, is_resumed, workers, trap=None):
-        self.folder, self.layout, self.stop = folder, layout, stop
-        self.is_resumed, self.workers, self.trap = is_resumed, workers, trap
+        self.folder = folder
+        self.layout = layout
+        self.stop = stop
+        self.is_resumed = is_resumed
+        self.workers = workers
+        self.trap = trap
         self.every = 1 if trap is None else 3
 
     def trainer(self, model, loss=None, optimizer=SGD, *, stateful=None, callbacks=(), **options):
@@ -203,14 +211,17 @@ def finish(trainer, *more):
 
 def with_everything(lab):
     """Early stopping on averaged weights, draws between the calls, a learning rate by hand."""
-    meter, draws = Meter(), Meter()
+    meter = Meter()
+    draws = Meter()
     trainer = lab.trainer(
         network(), Loss(), ls.OptimizerConfig(ADAMW, scheduler=partial(
             lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=60)),
         ema_decay=0.9, max_grad_norm=1.0, metrics={"accuracy": ls.accuracy},
         stateful={"meter": meter, "draws": draws},
     )  # fmt: skip
-    best, bad, seen = math.inf, 0, []
+    best = math.inf
+    bad = 0
+    seen = []
     for epoch in range(9):
         meter.load_state_dict({"total": float(epoch), "parts": []})  # it is reset every epoch
         draws.add(torch.rand(()).item())
@@ -254,7 +265,8 @@ def with_raw_batches(lab):
     """Steps on batches of the script's own, evaluations between them, and two digests."""
     generator = torch.Generator().manual_seed(2)
     trainer = lab.trainer(network(), None, ADAMW)
-    losses, digests = [], [trainer.digest()]
+    losses = []
+    digests = [trainer.digest()]
     for number in range(8):
         inputs = torch.randn(BATCH, 6, generator=generator)
         targets = torch.randint(0, 3, (BATCH,), generator=generator)
@@ -281,7 +293,9 @@ class Judge(nn.Module):
 
 def with_manual_steps(lab):
     """Steps that the script computes itself, with a module and a loss that have buffers."""
-    model, judge, loss = network(), Judge(), Loss()
+    model = network()
+    judge = Judge()
+    loss = Loss()
     trainer = lab.trainer(model, loss, extra_modules=[judge])
     for epoch in range(EPOCHS):
         for batch in trainer.batches(Pairs(), BATCH, epoch=epoch):
@@ -296,7 +310,8 @@ def with_manual_steps(lab):
 def with_two_trainers(lab):
     """A GAN: the judge's trainer is registered with the generator's."""
     torch.manual_seed(7)
-    generator, judge = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), Judge()
+    generator = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    judge = Judge()
     of_judge = ls.Trainer(judge, None, ADAMW, microbatches=4, extra_modules=[generator])
     trainer = lab.trainer(
         generator, None, ADAMW, extra_modules=[judge], stateful={"judge": of_judge}
@@ -318,7 +333,8 @@ def with_loops_of_all_kinds(lab):
     """Loops in step, a loop that is left, a loop inside a loop, batches that are skipped."""
     meter = Meter()
     trainer = lab.trainer(network(), None, SGD, stateful={"meter": meter})
-    first, second = Pairs(), Pairs(32, seed=9)
+    first = Pairs()
+    second = Pairs(32, seed=9)
     pairs = zip(
         trainer.batches(first, BATCH, epoch=0),
         trainer.batches(second, BATCH, epoch=10, num_workers=lab.workers),
@@ -352,7 +368,9 @@ class Chunks(Dataset):
 
 def with_lanes(lab):
     """Hidden states of lanes, pairs of batches, and a loss over the whole batch."""
-    model, cell, lanes = network(), nn.GRUCell(6, 6), Judge()
+    model = network()
+    cell = nn.GRUCell(6, 6)
+    lanes = Judge()
     lanes.register_buffer("hidden", torch.zeros(12, 6))
     trainer = lab.trainer(nn.ModuleList([model, cell]), None, SGD, extra_modules=[lanes])
 
@@ -429,8 +447,12 @@ ONE_F_ONE_B = {"pipeline": ls.PipelineConfig(stages=2, schedule="1f1b", balance=
 PROFILED = {"pipeline": ls.PipelineConfig(stages=2)}
 SHARED = {"storage": "shared"}
 ONE, TWO, THREE, FOUR = ((n, None, {}) for n in (1, 2, 3, 4))
-GLOO, SHARED_BY_2, SHARED_BY_1 = (2, "gloo", {}), (2, None, SHARED), (1, None, SHARED)
-STAGES, MEASURED, PAIRS_OF_STAGES = (2, None, ONE_F_ONE_B), (2, None, PROFILED), (4, None, PROFILED)
+GLOO = (2, "gloo", {})
+SHARED_BY_2 = (2, None, SHARED)
+SHARED_BY_1 = (1, None, SHARED)
+STAGES = (2, None, ONE_F_ONE_B)
+MEASURED = (2, None, PROFILED)
+PAIRS_OF_STAGES = (4, None, PROFILED)
 ANY = [STAGES, ONE, MEASURED, TWO, PAIRS_OF_STAGES, THREE, SHARED_BY_2, FOUR, GLOO]
 SCRIPTS: list[tuple[Any, Any, int, list[int]]] = [  # script, layouts, steps, interrupted after
     (with_everything, ANY, 9, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
@@ -476,7 +498,8 @@ def parts():
     otherwise every second one.
     """
     for script, (function, layouts, _, stops) in enumerate(SCRIPTS):
-        name, last = function.__name__, len(stops) - 1
+        name = function.__name__
+        last = len(stops) - 1
         period = 3 if len(stops) > 4 and layouts is not ANY else 2
         some = [number for number in range(len(stops)) if (last - number) % period == 0]
         others = [number for number in range(len(stops)) if number not in some]
@@ -491,7 +514,8 @@ def test_interrupted_anywhere_and_resumed_in_another_layout(ranks, tmp_path, scr
     (expected,) = ranks(play, 1, function, str(tmp_path / "whole"), {})
     assert expected[2] == count
     losses = read_losses(tmp_path / "whole")
-    begun, resumed = [], []
+    begun = []
+    resumed = []
     for number, stop in chosen:
         folder = str(tmp_path / str(stop))
         n, backend, layout = layouts[number % len(layouts)]
@@ -525,7 +549,8 @@ class Trap:
     """Kills all ranks and their loader workers at a point of the first step from some step on."""
 
     def __init__(self, step=0, point="never"):
-        self.step, self.point = step, point
+        self.step = step
+        self.point = point
         self._trainer: Any = None
         self._pids: list[int] = []
 
@@ -589,7 +614,8 @@ def of_a_user(lab):
         ls.OptimizerConfig(ADAMW, scheduler=schedule, scheduler_interval="epoch"),
         ema_decay=0.9, max_grad_norm=1.0, stateful={"trained": trained},
     )  # fmt: skip
-    best, bad = math.inf, 0
+    best = math.inf
+    bad = 0
     for epoch in range(12):
         for batch in trainer.batches(Pairs(48), BATCH, epoch=epoch, num_workers=lab.workers):
             trainer.step(batch)
@@ -610,7 +636,8 @@ def of_a_user(lab):
 @pytest.mark.parametrize("seed", [18, 81])
 def test_everything_is_killed_at_random_moments(ranks, tmp_path, seed):
     """Each run is resumed in another layout, and a third of them is killed again before."""
-    draw, script = random.Random(seed), of_a_user
+    draw = random.Random(seed)
+    script = of_a_user
     whole = str(tmp_path / "whole")
     (expected,) = ranks(play, 1, script, whole, {}, 0, False, 0, Trap())
     losses = read_losses(whole)
@@ -626,7 +653,8 @@ def test_everything_is_killed_at_random_moments(ranks, tmp_path, seed):
             kills.append((draw.randrange(step, expected[2] - 4), draw.choice(POINTS)))
         layouts = draw.sample(ANY, len(kills) + 1)
         for again, (kill, (n, backend, layout)) in enumerate(zip(kills, layouts, strict=False)):
-            workers, trap = draw.randrange(3), Trap(*kill)
+            workers = draw.randrange(3)
+            trap = Trap(*kill)
             with pytest.raises(RankError, match="SIGKILL"):
                 ranks(play, n, script, folder, layout, 0, again > 0, workers, trap, backend=backend)
         n, backend, layout = layouts[-1]
@@ -643,7 +671,8 @@ def test_everything_is_killed_at_random_moments(ranks, tmp_path, seed):
 def with_two_loops(folder, stop, is_resumed):
     """A GAN of two handles, the last step of one of which is counted at its next call."""
     torch.manual_seed(7)
-    model, other = nn.Linear(6, 3), nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3))
+    model = nn.Linear(6, 3)
+    other = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3))
     first = torch.optim.SGD(model.parameters(), 0.1)
     second = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9)
     of_other = ls.exact(other, second, 2)

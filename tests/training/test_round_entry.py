@@ -110,21 +110,21 @@ def test_processes_that_join_take_part_in_audits_and_in_the_record(tmp_path: Pat
 
 POINTS = ["forward", "backward", "gather", "gathered", "prepared", "passed", "optimizer"]
 POINTS += ["stepped", "callback", "item", "sharing", "shared", "evaluation", "epoch"]
-OF_DATA, OF_NEWCOMERS = ("item", "evaluation", "epoch"), ("sharing", "shared")
+OF_DATA = ("item", "evaluation", "epoch")
+OF_NEWCOMERS = ("sharing", "shared")
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("seed", range(8))
 def test_random_kills_change_no_bit(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    full, form = (
-        draw.randint(2, 4),
-        draw.choice(["step", "checkpoint", "attempts", "raw", "nested"]),
-    )
+    full = draw.randint(2, 4)
+    form = draw.choice(["step", "checkpoint", "attempts", "raw", "nested"])
     points = [each for each in POINTS if form != "raw" or each not in OF_DATA]
     plan: list[Any] = [["forward", [0], 1]]  # so that there are newcomers
     for _ in range(9):
-        point, ranks = draw.choice(points), draw.sample(range(full), draw.randint(1, full - 1))
+        point = draw.choice(points)
+        ranks = draw.sample(range(full), draw.randint(1, full - 1))
         plan.append([point, ranks, 0 if point in OF_NEWCOMERS else draw.randint(0, 3)])
     options: dict[str, Any] = {"steps": 120, "form": form}
     workers = draw.randint(0, 2) if form != "raw" else 0

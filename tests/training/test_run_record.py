@@ -82,7 +82,8 @@ def test_a_second_run_of_a_name_gets_the_next_number(tmp_path, capfd):
     first = Run.begun("runs/mine")
     first.end()
     before = (tmp_path / "runs/mine" / RECORD_FILE).read_bytes()
-    second, other = Run.begun(["runs/mine", "runs/too"]), Run.begun("runs/own-2")
+    second = Run.begun(["runs/mine", "runs/too"])
+    other = Run.begun("runs/own-2")
     third = Run.begun(tmp_path / "runs/mine")  # the second one still goes on
     fourth = Run.begun("runs/own")
     for each in (second, other, third, fourth):
@@ -222,7 +223,8 @@ def test_a_launch_that_resumes_continues_its_run(launch, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_uses", module.Counter())
     monkeypatch.setenv("LOCKSTEP_RUN", str(tmp_path / "runs/mine"))
     monkeypatch.setenv("LOCKSTEP_RESUME", "1")
-    run, next_one = Run("runs/mine", CONFIG), Run("runs/mine", CONFIG)
+    run = Run("runs/mine", CONFIG)
+    next_one = Run("runs/mine", CONFIG)
     run.folder.select_launch()
     run.folder.open_resumed()
     run.end()
@@ -243,7 +245,8 @@ def test_a_launch_that_resumes_continues_its_run(launch, tmp_path, monkeypatch):
 
 
 def test_a_resumed_launch_without_a_name(launch, monkeypatch, capfd):
-    judge, generator = Run.begun(), Run.begun(None, CONFIG)
+    judge = Run.begun()
+    generator = Run.begun(None, CONFIG)
     judge.end()
     assert generator.loggers == []
     monkeypatch.setattr(module, "_uses", module.Counter())

@@ -21,7 +21,8 @@ class Picky(nn.Module):
 
     def __init__(self, where="forward"):
         super().__init__()
-        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 3)
         self.where = where
 
     def forward(self, inputs):

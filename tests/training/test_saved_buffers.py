@@ -129,7 +129,8 @@ def test_buffers_of_extra_modules_go_on(ranks, tmp_path):
 
     def played(begin, end):
         torch.manual_seed(2)
-        model, helper = nn.Linear(6, 3), nn.Sequential(nn.BatchNorm1d(6), Drift(6))
+        model = nn.Linear(6, 3)
+        helper = nn.Sequential(nn.BatchNorm1d(6), Drift(6))
         trainer = ls.Trainer(model, None, ADAM, extra_modules=[helper])
         if begin:
             trainer.load_state_dict(torch.load(path, weights_only=True))

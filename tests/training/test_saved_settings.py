@@ -40,8 +40,12 @@ class Cooled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.temperature, self.levels, self.activation = 1.0, [1.0, 2.0], F.relu
-        self.anchor, self.state, self.kept = torch.ones(()), None, None
+        self.temperature = 1.0
+        self.levels = [1.0, 2.0]
+        self.activation = F.relu
+        self.anchor = torch.ones(())
+        self.state = None
+        self.kept = None
 
     def forward(self, inputs):
         self.kept = F.tanh  # made when it is needed
@@ -86,7 +90,8 @@ def smooth(trainer):
 
 def cool(trainer):
     model = trainer.model[2]
-    model.temperature, model.extra = 0.5, 0.25
+    model.temperature = 0.5
+    model.extra = 0.25
     model.levels.append(0.75)
     model.anchor.mul_(1.5)
     model.state = (torch.full((), 0.5), "halved")
@@ -230,7 +235,8 @@ def test_a_state_in_memory_is_a_copy_and_stays_one():
         return trainer.digest(), trainer.optimizer_digest(), average, trainer.model[3].p
 
     trainer.step(batch)
-    best, expected = trainer.state_dict(), outcome()
+    best = trainer.state_dict()
+    expected = outcome()
     for _ in range(2):
         trainer.step(batch)
         drop_more(trainer)

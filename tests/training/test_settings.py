@@ -25,7 +25,8 @@ class Numbered(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.rank, self.calls = ls.rank(), 0
+        self.rank = ls.rank()
+        self.calls = 0
 
     def forward(self, inputs):
         return inputs
@@ -237,7 +238,8 @@ def invalid_on_one_rank():
 class Scaled(nn.Linear):
     def __init__(self, *sizes, factor=1.0):
         super().__init__(*sizes)
-        self.factor, self.mask = factor, torch.arange(sizes[1])
+        self.factor = factor
+        self.mask = torch.arange(sizes[1])
 
     def forward(self, inputs):
         return super().forward(inputs) * self.factor + self.mask
@@ -386,7 +388,8 @@ def test_a_change_on_one_rank_is_named_in_every_layout(ranks):
 
 def test_a_change_in_a_manual_step_is_named(ranks):
     def train():
-        model, loss = network(), nn.CrossEntropyLoss()
+        model = network()
+        loss = nn.CrossEntropyLoss()
         trainer = ls.Trainer(model, None, ADAM)
         for step in range(2):
             with trainer.manual_step() as turn:
@@ -403,7 +406,8 @@ def test_the_mode_of_an_extra_module_is_compared_and_its_attributes_are_not(rank
     """They may change in the steps of the trainer whose model it is."""
 
     def train():
-        model, other = network(), nn.Sequential(nn.Dropout(0.5), Numbered())
+        model = network()
+        other = nn.Sequential(nn.Dropout(0.5), Numbered())
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM, extra_modules=[other])
         other[1].calls = ls.rank()
         trainer.step(batch(0))

@@ -23,7 +23,8 @@ class Sometimes(nn.Module):
         super().__init__()
         self.first = nn.Embedding(ROWS, 6, sparse=True)
         self.second = nn.Embedding(ROWS, 6, sparse=True)
-        self.dropout, self.last = nn.Dropout(0.3), nn.Linear(6, 3)
+        self.dropout = nn.Dropout(0.3)
+        self.last = nn.Linear(6, 3)
 
     def forward(self, words):
         found = self.first(words).mean(1)
@@ -37,7 +38,8 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.last = nn.Embedding(ROWS, 6, sparse=True), nn.Linear(6, ROWS)
+        self.embedding = nn.Embedding(ROWS, 6, sparse=True)
+        self.last = nn.Linear(6, ROWS)
         self.last.weight = self.embedding.weight
 
     def forward(self, words):
@@ -86,7 +88,8 @@ def plain():
     found = {}
     for name, (factory, optimizer, clip) in TRAININGS.items():
         torch.manual_seed(5)
-        model, made = factory(), []
+        model = factory()
+        made = []
 
         def make(parameters, optimizer=optimizer, made=made):
             made.append(optimizer(parameters))

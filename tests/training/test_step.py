@@ -32,7 +32,8 @@ def record(folder, stages, seed=3):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
     pipeline = ls.PipelineConfig(stages=stages, balance=[1, 2]) if stages > 1 else None
-    losses, norms = [], []
+    losses = []
+    norms = []
 
     def note(result):
         losses.append(result.losses)
@@ -77,7 +78,8 @@ def test_a_step_of_a_small_model_exchanges_one_message_per_rank(ranks):
             planned_buckets.LARGE_BYTES, gradient_norm.SHARED_ELEMENTS = limits
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
-        norms, counts = [], []
+        norms = []
+        counts = []
         trainer = ls.Trainer(
             model, nn.MSELoss(), SGD,
             microbatches=4, max_grad_norm=0.01, callbacks=lambda result: norms.append(result.norm),

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(not backend.available(), reason="portable bits n
 class Composed(nn.Module):
     def __init__(self, function):
         super().__init__()
-        self.layer, self.function = nn.Linear(8, 8), function
+        self.layer = nn.Linear(8, 8)
+        self.function = function
 
     def forward(self, inputs):
         if isinstance(self.function, nn.Module):

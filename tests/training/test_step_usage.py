@@ -114,7 +114,8 @@ def train_with_slow_rank(where: str) -> list[list[float]]:
         sleep("callback")
 
     sgd = partial(torch.optim.SGD, lr=0.1)
-    model, loss = nn.Linear(4, 2), nn.CrossEntropyLoss()
+    model = nn.Linear(4, 2)
+    loss = nn.CrossEntropyLoss()
     trainer = ls.Trainer(model, loss, sgd, microbatches=2, callbacks=note, progress=False)
     data = TensorDataset(torch.randn(16, 4), torch.arange(16) % 2)
     for batch in trainer.batches(data, batch_size=4):
@@ -178,7 +179,8 @@ def train_loop_with_slow_rank(where: str, kind: str) -> list[list[list[float]]]:
 
     lines = Lines()
     data = SlowData() if where == "data" else TensorDataset(torch.ones(4, 4), torch.ones(4).long())
-    model, loss = nn.Linear(4, 2), nn.CrossEntropyLoss()
+    model = nn.Linear(4, 2)
+    loss = nn.CrossEntropyLoss()
     optimizer = SlowOptimizer(model.parameters(), lr=0.1)
     exact = ls.exact(model, optimizer, microbatches=4, loggers=[lines], progress=False)
 

@@ -34,7 +34,8 @@ class Scaled(nn.Module):
 
     def __init__(self, scale):
         super().__init__()
-        self.linear, self.held = nn.Linear(6, 4), [scale]
+        self.linear = nn.Linear(6, 4)
+        self.held = [scale]
 
     def forward(self, inputs):
         return self.linear(inputs) * self.held[0]
@@ -80,7 +81,8 @@ def test_a_trainable_parameter_beside_the_model_is_refused(ranks, n):
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_parameter_that_begins_to_take_part_later_is_refused():
-    scale, model = nn.Parameter(torch.ones(())), nn.Linear(6, 4)
+    scale = nn.Parameter(torch.ones(()))
+    model = nn.Linear(6, 4)
     trainer = ls.Trainer(model, None, SGD)
 
     def compute(inputs, targets):
@@ -99,7 +101,8 @@ def honest():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
 
     # inputs that require a gradient, the same ones in every step (a physics-informed network)
-    points, targets = torch.randn(16, 6, requires_grad=True), torch.zeros(16, 4)
+    points = torch.randn(16, 6, requires_grad=True)
+    targets = torch.zeros(16, 4)
     trainer = ls.Trainer(model, None, SGD)
     border = torch.zeros(3, 6, requires_grad=True)
     for _ in range(3):
@@ -126,7 +129,8 @@ def honest():
 
 def adversaries(is_named):
     """Train two models, each through the other; they may be named as extra modules."""
-    generator, judge = nn.Linear(6, 6), nn.Linear(6, 1)
+    generator = nn.Linear(6, 6)
+    judge = nn.Linear(6, 1)
     of_generator = ls.Trainer(generator, None, SGD, extra_modules=[judge] if is_named else [])
     of_judge = ls.Trainer(judge, None, SGD, extra_modules=[generator] if is_named else [])
     for _ in range(2):
@@ -144,7 +148,8 @@ def test_leaves_that_are_no_state_are_accepted(ranks):
 
 @pytest.mark.usefixtures("world_of_one")
 def test_an_extra_module_that_nobody_trains_is_named_in_a_warning():
-    model, extra = nn.Linear(6, 4), nn.Linear(4, 4)
+    model = nn.Linear(6, 4)
+    extra = nn.Linear(4, 4)
     trainer = ls.Trainer(model, None, SGD, extra_modules=[extra])
 
     def compute(inputs, targets):

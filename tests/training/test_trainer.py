@@ -93,7 +93,8 @@ def batches_of_an_augmented_dataset():
 @training
 def manual_steps_have_the_bits_of_step():
     def train(is_manual, **options):
-        model, loss = small_model(), nn.CrossEntropyLoss()
+        model = small_model()
+        loss = nn.CrossEntropyLoss()
         trainer = ls.Trainer(model, loss, SGD, metrics={"accuracy": ls.accuracy}, **options)
         for batch in trainer.batches(rows(), 10):
             if not is_manual:
@@ -142,7 +143,9 @@ def several_backward_passes_add_up_within_a_microbatch():
 
 @training
 def groups_schedules_and_the_average():
-    epochs, steps, digests = [], [], []
+    epochs = []
+    steps = []
+    digests = []
     trainer = classifier(
         optimizer=ls.OptimizerConfig(
             partial(torch.optim.AdamW, lr=0.01),
@@ -172,7 +175,8 @@ def groups_schedules_and_the_average():
 
 @training
 def mixed_precision():
-    dtypes, model = set(), small_model()
+    dtypes = set()
+    model = small_model()
 
     def keep(outputs, targets):
         dtypes.add(outputs.dtype)
@@ -205,7 +209,8 @@ def evaluation_counts_every_sample_once_and_keeps_modes():
     inputs, targets = rows(45).tensors
     with torch.no_grad():
         outputs = model(inputs)
-    loss, accuracy = nn.functional.cross_entropy(outputs, targets), ls.accuracy(outputs, targets)
+    loss = nn.functional.cross_entropy(outputs, targets)
+    accuracy = ls.accuracy(outputs, targets)
     for evaluation in found:
         assert evaluation.samples == 45
         assert evaluation.loss == pytest.approx(float(loss), rel=1e-5)
@@ -229,7 +234,8 @@ def evaluation_adds_losses_and_metrics_exactly():
 @training
 def what_users_draw_between_steps():
     torch.manual_seed(8)
-    trainer, drawn = classifier(), []
+    trainer = classifier()
+    drawn = []
     for batch in trainer.batches(rows(), 10):
         trainer.step(batch)
         drawn.append(torch.rand(()).item())
@@ -281,7 +287,8 @@ class Segments(nn.Module):
         super().__init__()
         torch.manual_seed(4)
         self.shared, self.first, self.second = (nn.Linear(6, 6) for _ in range(3))
-        self.dropout, self.head = nn.Dropout(0.3), nn.Linear(6, 3)
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(6, 3)
 
     def forward(self, inputs):
         hidden = inputs.requires_grad_()
@@ -319,7 +326,8 @@ class StochasticDepth(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.probability = nn.Linear(6, 6), 1.0
+        self.layer = nn.Linear(6, 6)
+        self.probability = 1.0
 
     def forward(self, inputs):
         if self.probability < 1 and torch.rand(()) > self.probability:
@@ -434,7 +442,10 @@ def test_epochs_without_a_number_follow_each_other():
     def make():
         return classifier()
 
-    numbered, again, reused, parts = make(), make(), make(), make()
+    numbered = make()
+    again = make()
+    reused = make()
+    parts = make()
     for epoch in range(3):
         for batch in numbered.batches(rows(), 10, epoch=epoch):
             numbered.step(batch)
@@ -510,7 +521,10 @@ def test_rank_zero_records_the_run_line_by_line(ranks, tmp_path):
     assert [line["kind"] for line in lines] == [
         "run", "step", "step", "step", "epoch", "step", "step", "step", "epoch", "end",
     ]  # fmt: skip
-    header, step, epoch, end = lines[0], lines[1], lines[8], lines[9]
+    header = lines[0]
+    step = lines[1]
+    epoch = lines[8]
+    end = lines[9]
     assert header["layout"]["replicas"] == 2
     assert header["recipe"] == "rows"
     assert header["environment"]["torch"] == torch.__version__
@@ -712,7 +726,8 @@ def test_a_wrong_loss_or_batch_is_named_with_its_place(loss, batch, sentence):
 def test_an_exception_in_a_loop_of_ones_own_undoes_the_step():
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
     trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
-    before, state = trainer.digest(), torch.get_rng_state()
+    before = trainer.digest()
+    state = torch.get_rng_state()
 
     def step():
         with trainer.manual_step() as step:
@@ -803,7 +818,8 @@ def test_misuse_of_the_step_object_is_explained():
 @pytest.mark.usefixtures("world_of_one")
 def test_a_data_loader_trains_and_evaluates_like_its_dataset():
     """It was read as a dataset whose samples are batches."""
-    digests, evaluations = [], []
+    digests = []
+    evaluations = []
     loader = DataLoader(rows(), 16, shuffle=True, drop_last=True)
     for arguments, options in [((rows(), 16), {"drop_last": True}), ((loader,), {})]:
         trainer = classifier()
@@ -957,7 +973,8 @@ def test_a_disk_that_fills_leaves_the_old_weights(ranks, tmp_path, name):
 @pytest.mark.usefixtures("world_of_one")
 def test_an_epoch_that_is_repeated_by_mistake_is_named(tmp_path):
     """The same number in every epoch repeats order and augmentation without a word."""
-    trainer, data = classifier(loggers=tmp_path / "run"), rows(32)
+    trainer = classifier(loggers=tmp_path / "run")
+    data = rows(32)
 
     def train(**options):
         for batch in trainer.batches(data, 16, **options):

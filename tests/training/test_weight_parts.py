@@ -47,7 +47,8 @@ def build():
 def save_like_hugging_face(folder, model):
     """Write three files with an index, without the second name of the tied weight."""
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
-    names, index = sorted(state), {}
+    names = sorted(state)
+    index = {}
     for number in range(3):
         file = f"model-{number + 1:05d}-of-00003.safetensors"
         own = {name: state[name] for name in names[number::3]}
@@ -58,7 +59,8 @@ def save_like_hugging_face(folder, model):
 
 
 def equal(model, other):
-    ours, theirs = model.state_dict(), other.state_dict()
+    ours = model.state_dict()
+    theirs = other.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
@@ -86,7 +88,8 @@ def test_a_whole_model(tmp_path, on_meta, name):
 
 
 def test_a_single_file(tmp_path):
-    saved, model = nn.Linear(3, 4), nn.Linear(3, 4)
+    saved = nn.Linear(3, 4)
+    model = nn.Linear(3, 4)
     save_file(saved.state_dict(), tmp_path / "model.safetensors")
     for path in (tmp_path, tmp_path / "model.safetensors"):
         nn.init.zeros_(model.weight)
@@ -114,8 +117,10 @@ def sharded_model(*sizes):
 
 def load_shards(folder):
     """Load into a sharded model without memory; return its state and the most bytes held."""
-    model, copied = sharded_model(ls.world_size()), sharded_model(ls.world_size(), 1)
-    loading, saving = LiveTensors(), LiveTensors()
+    model = sharded_model(ls.world_size())
+    copied = sharded_model(ls.world_size(), 1)
+    loading = LiveTensors()
+    saving = LiveTensors()
     with loading:
         ls.load_weights(model, folder)
     index = folder / "again.safetensors.index.json"

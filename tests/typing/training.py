@@ -166,7 +166,8 @@ def train_in_nested_loops(
 
 def train_with_an_existing_loop(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     """Train with the same bits on any number of ranks."""
-    exact, output = ls.exact(model, microbatches=4, seed=1), inputs
+    exact = ls.exact(model, microbatches=4, seed=1)
+    output = inputs
     for part in exact.microbatches([inputs]):
         output = model(part)
         exact.weigh(output.sum(), weight=3).backward()

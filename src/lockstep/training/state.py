@@ -23,8 +23,8 @@ from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_
 from lockstep.pipeline.partition import Placement
 from lockstep.sharded_tensors import gather_tensors, is_sharded, local_rows, read_version
 from lockstep.training.history import History
+from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
-from lockstep.training.resume.module_settings import ModuleSettings
 from lockstep.training.storage.sharded_storage import shard_optimizer_state, shard_state
 
 __all__ = ["TrainerExecutor", "TrainingPosition", "TrainingState", "begin_position"]

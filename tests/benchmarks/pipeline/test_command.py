@@ -16,7 +16,8 @@ def run(*flags):
 
 
 def test_a_measurement_from_flags_to_files(tmp_path):
-    file, picture = tmp_path / "a.json", tmp_path / "a.svg"
+    file = tmp_path / "a.json"
+    picture = tmp_path / "a.svg"
     done = run("--model", "tiny", "--vs", "torch-gloo", "--batch", "6", "--splits", "3,1",
                "--repeats", "1", "--json", str(file), "--plot", str(picture))  # fmt: skip
     assert done.exit_code == 0, (done.output, done.exception)

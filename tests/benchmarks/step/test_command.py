@@ -23,7 +23,8 @@ def run(*flags):
 
 
 def test_a_measurement_from_flags_to_files(tmp_path):
-    file, picture = tmp_path / "a.json", tmp_path / "a.svg"
+    file = tmp_path / "a.json"
+    picture = tmp_path / "a.svg"
     done = run("--models", "tiny", "--optimizers", "sgd", "--vs", "memcpy,ddp-gloo,shared",
                "--batch", "6", "--microbatches", "3", "--seconds", "0.01", "--rounds", "6",
                "--block", "0.01", "--widths", "1,2,3", "--json", str(file), "--plot",

@@ -50,7 +50,8 @@ def bits(tensor):
 
 
 def check_sums(group, dtype, leaves, has_absent):
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
     values = leaf_values(leaves, dtype, has_absent)
     expected = total({(n, n + 1): values[n] for n in range(leaves)}, leaves, add_rows)
     owned = split_evenly(leaves, ranks)

@@ -59,7 +59,8 @@ def kinds_of_groups(placement: str) -> list[str]:
 
 
 def test_a_group_inside_a_host_is_the_native_one():
-    native, across = "LockstepBackend", "HostProcessGroup"
+    native = "LockstepBackend"
+    across = "HostProcessGroup"
     assert run(kinds_of_groups, "aabb") == [
         [native, "", across, ""],
         [native, "", "", across],
@@ -102,7 +103,8 @@ def test_more_ranks_than_a_group_in_shared_memory_holds_are_several_groups():
 def request_backend(placement: str) -> str:
     """Request the backend in a world of several hosts, of which the last one does not have it."""
     rank = int(os.environ["RANK"])
-    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    os.environ["LOCAL_RANK"] = "0"
     if placement[rank] == "-":
         backend.reason_unavailable = lambda: "it is not built"
     try:
@@ -121,7 +123,8 @@ def test_a_requested_backend_that_a_host_lacks_is_refused_on_every_host():
 def choose_backend(placement: str) -> tuple[str, str]:
     """Join a world of several hosts, of which the last one does not have the native backend."""
     rank = int(os.environ["RANK"])
-    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    os.environ["LOCAL_RANK"] = "0"
     if placement[rank] == "-":
         backend.reason_unavailable = lambda: "it is not built"
     with redirect_stderr(io.StringIO()) as told:
@@ -185,7 +188,8 @@ def open_things() -> tuple[int, int, int]:
 def come_and_go(placement: str) -> list[tuple[int, int, int]]:
     """Create, use and destroy groups; return what is open after the first ones and in the end."""
     join(placement)
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     seen = []
     for number in range(12):
         group = dist.new_group(backend="lockstep")
@@ -274,7 +278,8 @@ CALLS: dict[str, Callable[[int, int], object]] = {
 
 def die_while_others_wait(placement: str, operation: str, folder: str) -> None:
     join(placement)
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends those that are left
     dist.barrier()
     if rank == n - 1:

@@ -23,7 +23,8 @@ ABI = ExtensionABI(
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """The user's cache and the package's folder, both empty, of a process with the ABI `ABI`."""
-    cache, package = tmp_path / "cache/lockstep/bindings", tmp_path / "package"
+    cache = tmp_path / "cache/lockstep/bindings"
+    package = tmp_path / "package"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(binding, "PACKAGE_FOLDER", package)
     monkeypatch.setattr(binding, "current_abi", lambda: ABI)
@@ -103,7 +104,8 @@ def test_a_cache_that_others_can_write_is_not_used(folders, monkeypatch):
 
 def test_the_binding_of_the_cache_comes_first_if_it_loads(folders, monkeypatch):
     cache, package = folders
-    built, installed = add(cache, ABI), add(package, ABI)
+    built = add(cache, ABI)
+    installed = add(package, ABI)
     assert find_bindings() == [built, installed]
     with pytest.raises(BindingError, match=r"it cannot be loaded \(.*\): run `lockstep build`"):
         load_binding()

@@ -22,7 +22,8 @@ def show_nothing(done: int, total: int) -> None:
 @pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 def test_everything_is_compiled_once_with_progress(tmp_path, monkeypatch):
     recorder = install_recorder(tmp_path, monkeypatch, find_bindings()[0])
-    folder, log = tmp_path / "bindings", tmp_path / "log"
+    folder = tmp_path / "bindings"
+    log = tmp_path / "log"
     folder.mkdir(mode=0o700)
     shown: list[tuple[int, int]] = []
     verified = []

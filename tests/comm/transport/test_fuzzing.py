@@ -85,7 +85,8 @@ class Attacker:
     """Connections to a service, each with something that no peer would send."""
 
     def __init__(self, service: Service, seed: int) -> None:
-        self.service, self.random = service, random.Random(seed)
+        self.service = service
+        self.random = random.Random(seed)
         self.open: list[socket.socket] = []
         self.recorded = self._record_handshake()
         self.attacks = [
@@ -156,7 +157,8 @@ class Attacker:
                 end.recv(33)
 
     def send_slowly(self) -> None:
-        end, content = self._connect(), self._introduction()
+        end = self._connect()
+        content = self._introduction()
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in content[: self.random.randrange(30)]:
             end.sendall(bytes([byte]))
@@ -172,9 +174,11 @@ class Attacker:
         connection = connect_to("127.0.0.1", self.service.port, SECRET, self.service.purpose)
         end = socket.socket(fileno=os.dup(connection.fileno()))
         self.open.append(end)
-        key, content = connection._codec._sending, pickle.dumps(Exploit())
+        key = connection._codec._sending
+        content = pickle.dumps(Exploit())
         connection.close()
-        large, sizes = SIZES.pack(0xFFFFFFFF, 1 << 60), SIZES.pack(len(content), 0)
+        large = SIZES.pack(0xFFFFFFFF, 1 << 60)
+        sizes = SIZES.pack(len(content), 0)
         end.sendall(
             self.random.choice([
                 self.random.randbytes(100),

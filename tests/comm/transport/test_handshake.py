@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from lockstep.comm.transport.handshake import GREETING, NONCE, Keys, Refused, Status, answer, call
 
-SECRET, OTHER = b"k" * 32, b"o" * 32
+SECRET = b"k" * 32
+OTHER = b"o" * 32
 OPENING = len(GREETING) + 96  # bytes of the first message
 
 
@@ -40,7 +41,8 @@ class End:
 
 def met(caller, listener, carry=lambda number, message: message):
     """Return how both ends fare, and what was said; `carry` may change each message."""
-    ends, said = [End(caller), End(listener)], []
+    ends = [End(caller), End(listener)]
+    said = []
     message = ends[0].first
     while message:
         said.append(message)

@@ -21,7 +21,8 @@ from lockstep.comm.transport.listener import REPORT_INTERVAL, SLOTS, MessageList
 from lockstep.comm.transport.message_connection import connect_to
 from lockstep.launcher.listening_socket import listen
 
-SECRET, PURPOSE = b"k" * 32, "test"
+SECRET = b"k" * 32
+PURPOSE = "test"
 PATIENCE = 30.0
 until = partial(processes.until, seconds=PATIENCE)
 
@@ -143,7 +144,8 @@ def test_a_caller_that_loses_its_slot_is_told(door, strangers):
 def test_without_descriptors_a_stranger_is_refused(door, strangers, monkeypatch):
     (silent,) = strangers(door, 1)
     joined(door)
-    accept, failures = socket.socket.accept, [errno.EMFILE, errno.EMFILE]
+    accept = socket.socket.accept
+    failures = [errno.EMFILE, errno.EMFILE]
 
     def fail_twice(self):
         if failures:
@@ -221,7 +223,9 @@ def test_the_first_is_reported_at_once_and_the_others_together():
 
 @given(st.lists(st.floats(0, 1), max_size=300))
 def test_every_refusal_is_counted_and_lines_are_rare(gaps):
-    refusals, now, lines = RefusalLog(), 0.0, []
+    refusals = RefusalLog()
+    now = 0.0
+    lines = []
     for gap in gaps:
         now += gap
         refusals.add("10.0.0.1", "it is another one")

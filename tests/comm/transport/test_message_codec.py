@@ -21,8 +21,10 @@ from lockstep.comm.transport.message_codec import (
     prove,
 )
 
-HERE, THERE = b"h" * 32, b"t" * 32
-MAX_MESSAGE, MAX_PAYLOAD = 1000, 2000
+HERE = b"h" * 32
+THERE = b"t" * 32
+MAX_MESSAGE = 1000
+MAX_PAYLOAD = 2000
 json_values = st.recursive(
     st.none()
     | st.booleans()
@@ -53,10 +55,12 @@ def encoded(sent: list, sending: bytes = HERE) -> list[bytes]:
 
 def received(stream: bytes, size: int = 1 << 20) -> tuple[list, bool]:
     """Return the messages in `stream`, read in pieces of at most `size`, and whether all are."""
-    there, arrived = codec(THERE, HERE), []
+    there = codec(THERE, HERE)
+    arrived = []
     with contextlib.suppress(ForgedMessage):
         while stream:
-            piece, stream = stream[:size], stream[size:]
+            piece = stream[:size]
+            stream = stream[size:]
             arrived += decode(there, piece)
         return arrived, True
     return arrived, False
@@ -66,7 +70,8 @@ def decode(there: MessageCodec, content: bytes) -> Iterator[dict]:
     """Yield the messages that the next bytes complete."""
     while content:
         count = min(len(content), len(there.rest))
-        there.rest[:count], content = content[:count], content[count:]
+        there.rest[:count] = content[:count]
+        content = content[count:]
         message = there.take(count)
         if message is not None:
             yield message
@@ -154,7 +159,8 @@ def test_nothing_is_allocated_for_sizes_without_a_proof():
 
 
 def test_a_message_that_is_too_large_is_not_sent():
-    here, there = codec(), codec(THERE, HERE)
+    here = codec()
+    there = codec(THERE, HERE)
     with pytest.raises(ValueError, match="1,010 bytes, more than 1,000"):
         here.encode({"a": "x" * 1001})
     assert list(decode(there, b"".join(here.encode({})))) == [{}]

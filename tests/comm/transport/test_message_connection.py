@@ -18,7 +18,8 @@ from lockstep.comm.transport.message_connection import MessageConnection, connec
 from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.launcher.listening_socket import listen
 
-SECRET, PURPOSE = b"s" * 32, "test"
+SECRET = b"s" * 32
+PURPOSE = "test"
 PATIENCE = 30.0
 
 

@@ -52,7 +52,8 @@ def bind(plan):
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no choice of cores here")
 def test_bind_gives_each_rank_its_own_core_if_there_are_enough(tmp_path):
-    ranks, allowed = min(2, count_usable_cores()), sorted(os.sched_getaffinity(0))
+    ranks = min(2, count_usable_cores())
+    allowed = sorted(os.sched_getaffinity(0))
     bound = launch(bind, (make_plan(tmp_path, ranks, is_bound=True),), ranks, timeout=100)
     assert bound == [{core} for core in allowed[:ranks]]
 

@@ -11,7 +11,10 @@ from lockstep.tools.bench.start_barrier import StartBarrier
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_no_rank_passes_before_the_last_arrives(tmp_path, ranks):
-    path, turns, came, early = str(tmp_path / "line"), 200, [0] * ranks, []
+    path = str(tmp_path / "line")
+    turns = 200
+    came = [0] * ranks
+    early = []
     StartBarrier.prepare(path, ranks)
 
     def go(rank: int) -> None:

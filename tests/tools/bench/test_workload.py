@@ -17,7 +17,8 @@ def as_rank_0_of_two(
 ) -> tuple[WorkloadBuffers, Callable[[], None]]:
     """Return the buffers of an all_reduce, and a call that knows what the other rank would send."""
     pattern = make_pattern(COUNT)
-    buffers, calls = WorkloadBuffers(COLLECTIVES["all_reduce"], pattern, 0, 2), []
+    buffers = WorkloadBuffers(COLLECTIVES["all_reduce"], pattern, 0, 2)
+    calls = []
 
     def reduce() -> None:
         other = pattern + 5 + 3 * (len(calls) % 2)  # rank 1

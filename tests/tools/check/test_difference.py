@@ -71,7 +71,8 @@ def stages() -> list[RankFingerprint]:
             step.calls = {(leaf, rank): list(calls) for leaf in range(MICROBATCHES)}
             step.losses = step.losses if rank else {}
             step.gradients = {name: 8 for name in names if name in PARAMETERS}
-            step.state, step.before = dict(initial), dict(initial)
+            step.state = dict(initial)
+            step.before = dict(initial)
             step.optimizer = {f"{name}/momentum_buffer": 9 for name in step.gradients}
             steps.append(step)
         found.append(
@@ -117,7 +118,8 @@ def test_an_input_that_crossed_a_boundary_names_the_module_that_got_it():
 
 
 def test_a_later_call_of_a_module_is_compared_with_the_same_call():
-    reference, other = replicas(1), replicas(1)
+    reference = replicas(1)
+    other = replicas(1)
     for ranks in (reference, other):
         ranks[0].steps[0].calls[0, 0] += [("enter", "body", (4,)), ("leave", "body", (11,))]
     other[0].steps[0].calls[0, 0][-1] = ("leave", "body", (12,))
@@ -134,7 +136,8 @@ def test_modules_that_only_one_layout_calls_are_not_compared():
 def test_data_come_before_modules_and_the_lowest_microbatch_first():
     other = replicas(2)
     set_call(other[0].steps[0], 0, "leave", "body.0")
-    other[1].steps[0].data[3] = other[1].steps[0].data[2] = (99,)
+    other[1].steps[0].data[3] = (99,)
+    other[1].steps[0].data[2] = (99,)
     found = first_difference(replicas(1), other)
     assert found == LayoutDifference("data", None, "data", microbatch=2, rank=1)
 
@@ -212,7 +215,8 @@ def test_the_initial_state_comes_first():
 
 
 def test_a_parameter_of_the_model_itself_is_of_its_class():
-    reference, other = replicas(1), replicas(1)
+    reference = replicas(1)
+    other = replicas(1)
     for value, ranks in enumerate((reference, other)):
         ranks[0].trainers[0].initial["scale"] = value
     found = first_difference(reference, other)
@@ -243,8 +247,11 @@ def test_a_step_that_was_not_finished_has_no_outcome():
     other = replicas(2, steps=2)
     for rank in other:
         last = rank.steps[1]
-        last.state, last.optimizer, last.gradients = {}, {}, {}
-        last.loss, last.digest = "", ""
+        last.state = {}
+        last.optimizer = {}
+        last.gradients = {}
+        last.loss = ""
+        last.digest = ""
     assert first_difference(replicas(1), other, is_complete=False) is None
     other[1].steps[1].data[2] = (99,)
     found = first_difference(replicas(1), other, is_complete=False)

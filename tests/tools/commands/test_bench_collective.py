@@ -27,7 +27,8 @@ def run(*flags):
 
 
 def test_a_measurement_from_flags_to_files(tmp_path):
-    file, picture = tmp_path / "a.json", tmp_path / "a.svg"
+    file = tmp_path / "a.json"
+    picture = tmp_path / "a.svg"
     done = run("all_reduce", "--backend", "gloo", "-n", "1,2", "--sizes", "4,5,4K", "--seconds",
                "0.01", "--json", str(file), "--plot", str(picture))  # fmt: skip
     assert done.exit_code == 0, done.output

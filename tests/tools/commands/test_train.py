@@ -367,7 +367,8 @@ def test_a_killed_run_goes_on_in_any_layout(tmp_path, killed, undisturbed, layou
     assert summary["run"] == str(folder)
     given = dict(zip(layout[::2], layout[1::2], strict=True))
     assert summary["world_size"] == given.get("-n", 2), "as many ranks as before by default"
-    run, whole = read_run(folder), read_run(Path(undisturbed["run"]))
+    run = read_run(folder)
+    whole = read_run(Path(undisturbed["run"]))
     assert run.steps.step.tolist() == list(range(90)), "no batch is lost or used twice"
     assert run.steps.loss.tolist() == whole.steps.loss.tolist()
     assert [line["evaluation"] for line in run.epochs] == [

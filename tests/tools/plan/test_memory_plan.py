@@ -54,7 +54,8 @@ def test_one_rank_holds_what_was_measured():
 
 
 def test_ranks_of_a_host_share_parameters_and_optimizer_but_not_gradients():
-    replicated, shared = plan(ranks=2)['"replicated"'], plan(ranks=2)['"shared"']
+    replicated = plan(ranks=2)['"replicated"']
+    shared = plan(ranks=2)['"shared"']
     # Three lists while the fourth micro-batch is computed, and the buckets.
     assert replicated.gradients == shared.gradients == (3 + 1) * 800
     assert (replicated.parameters, replicated.optimizer) == (1000, 1600)

@@ -62,7 +62,8 @@ def test_a_received_tensor_is_writable():
 
 
 def test_modules_keep_tied_weights_and_requires_grad():
-    first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    first = torch.nn.Linear(3, 3)
+    second = torch.nn.Linear(3, 3)
     second.weight = first.weight
     second.bias.requires_grad_(False)
     received = sent(torch.nn.Sequential(first, second))

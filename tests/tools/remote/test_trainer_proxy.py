@@ -225,7 +225,8 @@ def test_no_worker_allocates_memory_for_blocks_of_another_stage(driver, capsys):
     alone = driver.trainer(blocks, nn.CrossEntropyLoss(), SGD, **options)
     assert trainer.digest() == alone.digest()
     assert [trainer.step(batch) for batch in batches()] == [alone.step(b) for b in batches()]
-    state, other = trainer.state_dict(), alone.state_dict()
+    state = trainer.state_dict()
+    other = alone.state_dict()
     assert ls.digest(state["model"]) == ls.digest(other["model"])
     assert ls.digest(state["average"]) == ls.digest(other["average"])
     trainer.load_state_dict(other)

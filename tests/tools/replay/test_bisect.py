@@ -79,7 +79,8 @@ def test_a_bit_that_only_the_recorded_run_had_flipped(recorded, folder):
     """Its replay has the bits of the other run; the records name the micro-batch."""
     wire = folder / "loose wire"
     wire.touch()
-    a, b = recorded(SCRIPT), recorded(replace(SCRIPT, LOOSE_WIRE), "loose")
+    a = recorded(SCRIPT)
+    b = recorded(replace(SCRIPT, LOOSE_WIRE), "loose")
     wire.unlink()
     found = bisect_runs(a, b)
     divergence = found.divergence
@@ -95,7 +96,8 @@ def test_a_bit_that_only_the_recorded_run_had_flipped(recorded, folder):
 
 
 def test_layouts_of_one_training_have_no_difference_and_hide_none(recorded):
-    alone, four = recorded(SCRIPT), recorded(SCRIPT, "four", ranks=4)
+    alone = recorded(SCRIPT)
+    four = recorded(SCRIPT, "four", ranks=4)
     found = bisect_runs(alone, four)
     assert found.equal
     plain = bisection_json(found)

@@ -46,7 +46,8 @@ def test_distance_counts_the_values_of_the_dtype(dtype):
 
 
 def test_values_that_are_no_plain_floats():
-    nan, inf = torch.tensor([math.nan]), torch.tensor([math.inf])
+    nan = torch.tensor([math.nan])
+    inf = torch.tensor([math.inf])
     assert first_element_difference(nan, nan.clone()) is None
     assert first_element_difference(nan, torch.ones(1)).ulps is None
     largest = torch.tensor([torch.finfo(torch.float32).max])
@@ -54,7 +55,8 @@ def test_values_that_are_no_plain_floats():
     assert first_element_difference(torch.tensor([3]), torch.tensor([-9])).ulps == 12
     bits = first_element_difference(torch.tensor([True, True]), torch.tensor([True, False]))
     assert bits == ElementDifference((1,), True, False, 1, 1)
-    left, right = torch.tensor([1 + 1j, 2 + 2j]), torch.tensor([1 + 1j, 2 + 2.0000002j])
+    left = torch.tensor([1 + 1j, 2 + 2j])
+    right = torch.tensor([1 + 1j, 2 + 2.0000002j])
     assert first_element_difference(left, right).ulps == 1
     assert first_element_difference(left, left.conj().conj()) is None
     scalar = first_element_difference(torch.tensor(1.0), torch.tensor(2.0))

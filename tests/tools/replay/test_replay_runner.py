@@ -96,6 +96,7 @@ def test_secrets_of_an_error_are_redacted(tmp_path, monkeypatch):
     error = RankError("rank 0 raised OSError: no answer from s3://me:hunter2@store (train.py:3)")
     failed = session_launch.SessionRun([[]], 1.0, error, "")
     monkeypatch.setattr(replay_runner, "launch_session", lambda *order, **options: failed)
-    program, request = Program("script", "train.py"), ReplayRequest(tmp_path, 0, 0)
+    program = Program("script", "train.py")
+    request = ReplayRequest(tmp_path, 0, 0)
     failure = replay_runner.run_program(program, Base(), request).failure
     assert "no answer from s3://[redacted]@store" in failure

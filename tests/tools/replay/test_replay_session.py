@@ -130,7 +130,8 @@ def train_by_name(name: str, change: Change | None = None) -> None:
     model = make()
     if change is not None:
         change.edit(model)
-        options, optimizer = options | change.options, change.optimizer or optimizer
+        options = options | change.options
+        optimizer = change.optimizer or optimizer
     options = {"microbatches": 4, "seed": 7, "loggers": None} | options
     trainer = ls.Trainer(model, nn.CrossEntropyLoss(), optimizer, **options)
     for batch in batches([11, 8, 8]):
@@ -149,7 +150,8 @@ def traced_steps(name: str) -> list[ReplayedStep]:
 def test_a_traced_step_has_the_same_bits(name):
     train = partial(train_by_name, name)
     traced = traced_steps(name)[1:]
-    again, plain = replayed(train), replayed(train, "result")
+    again = replayed(train)
+    plain = replayed(train, "result")
     assert [(each.loss, each.norm, each.digest) for each in traced] == [
         (each.loss, each.norm, each.digest) for each in plain
     ]

@@ -246,7 +246,8 @@ def without_numbers(lines: list[str]) -> str:
 
 def test_the_page_about_replays_does_what_it_says(tmp_path):
     page = PAGE.read_text()
-    script, commands = re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)[0], blocks(page)
+    script = re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)[0]
+    commands = blocks(page)
     launch, replay, alone, debug = (each.split()[1:] for each in commands)
     shown = [without_numbers(each) for each in commands.values()]
     (tmp_path / "train.py").write_text(script)

@@ -80,14 +80,16 @@ def test_round_numbers():
 
 def draw(*curves):
     """Return the shapes of curves on the axes 0 to 10 and 1 to 100 (logarithmic)."""
-    picture, axes = Picture(264, 124, "none", "test"), (linear_axis(0, 10), log_axis(1, 100))
+    picture = Picture(264, 124, "none", "test")
+    axes = (linear_axis(0, 10), log_axis(1, 100))
     colors = ["red", "blue"][: len(curves)]
     draw_chart(picture, curves, axes, (0, 0, 264, 124), colors, "black", "gray")
     return [shape for shape in picture.shapes if getattr(shape, "stroke", "") != "gray"]
 
 
 def test_the_name_of_an_axis_is_below_its_labels():
-    picture, axes = Picture(264, 142, "none", "test"), (linear_axis(0, 10), linear_axis(0, 1))
+    picture = Picture(264, 142, "none", "test")
+    axes = (linear_axis(0, 10), linear_axis(0, 1))
     draw_chart(picture, [curve([0, 1])], axes, (0, 0, 264, 142), ["red"], "black", "gray", "step")
     labels = [shape for shape in picture.shapes if isinstance(shape, Label)]
     (name,) = (label for label in labels if label.text == "step")

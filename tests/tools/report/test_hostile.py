@@ -77,7 +77,8 @@ class Tags(html.parser.HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.names, self.running = set(), []
+        self.names = set()
+        self.running = []
 
     def handle_starttag(self, tag, attrs):
         self.names.add(tag)

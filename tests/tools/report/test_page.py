@@ -49,8 +49,10 @@ class Reader:
     """A tab of the browser that collects the errors and requests of its pages."""
 
     def __init__(self, context, folder):
-        self.page, self.folder = context.new_page(), folder
-        self.errors, self.requests = [], []
+        self.page = context.new_page()
+        self.folder = folder
+        self.errors = []
+        self.requests = []
         self.page.on("pageerror", lambda error: self.errors.append(error.message))
         self.page.on("console", self._collect)
         self.page.on("request", lambda request: self.requests.append(request.url))
@@ -112,7 +114,8 @@ def test_a_phone_shows_the_table_of_epochs_without_scrolling_it(phone):
     assert table.locator("th").count() == 7
     shown = [name.inner_text() for name in table.locator("th").all() if name.is_visible()]
     assert shown == ["epoch", "loss", "accuracy", "held-out loss", "held-out accuracy"]
-    inner, outer = "e => e.scrollWidth", "e => e.parentElement.clientWidth"
+    inner = "e => e.scrollWidth"
+    outer = "e => e.parentElement.clientWidth"
     assert table.evaluate(inner) <= table.evaluate(outer)
     assert phone.page.locator(".turn").is_visible()
     phone.page.set_viewport_size({"width": 740, "height": 360})

@@ -37,7 +37,8 @@ def sentences(*runs):
 
 
 def test_the_speeds_are_compared(run):
-    slow, fast = run("slow", seconds=0.012), run("fast")
+    slow = run("slow", seconds=0.012)
+    fast = run("fast")
     assert sentences(slow, fast)[0] == (
         "fast trained 1.20 times as many samples per second as slow, on average during steps."
     )
@@ -50,7 +51,8 @@ def test_the_rank_that_holds_up_a_slower_run_is_named(tmp_path):
         header = records.HEADER | {"name": name}
         return read_run(records.write(tmp_path / name, [header, *lines, records.END]))
 
-    busy, idle = [0.006, 0.002, 0.0, 0.0], [0.006, 0.002, 0.03, 0.0]
+    busy = [0.006, 0.002, 0.0, 0.0]
+    idle = [0.006, 0.002, 0.03, 0.0]
     even = write("even", ranks=[busy, busy])
     uneven = write("uneven", ranks=[idle, busy], outside=[0.0, 0.03])
     said = (
@@ -75,13 +77,15 @@ def test_runs_that_differ_in_their_learning_rate_say_so(tmp_path):
         header = {key: value for key, value in records.HEADER.items() if key != "options"}
         return read_run(records.write(tmp_path / name, [header, *lines, records.END]))
 
-    constant, lower = write("a", [0.05] * 20), write("b", [0.01] * 20)
+    constant = write("a", [0.05] * 20)
+    lower = write("b", [0.01] * 20)
     found = compare_runs([constant, lower])
     assert found.settings == {"learning rate": ["0.05", "0.01"]}
     said = "These settings differ and can change results: learning rate (0.05 and 0.01)."
     assert said in found.pairs[0].sentences
     falling = [0.1 - 0.005 * n for n in range(20)]
-    schedule, other = write("c", falling), write("d", [*falling[:7], 0.06, *falling[8:]])
+    schedule = write("c", falling)
+    other = write("d", [*falling[:7], 0.06, *falling[8:]])
     assert compare_runs([schedule, other]).settings == {
         "learning rate": [
             "0.1 to 0.005",
@@ -104,7 +108,8 @@ def test_equal_runs_have_no_differences(run):
 
 
 def test_the_first_step_at_which_losses_differ(run):
-    a, b = run("a"), run("b", losses={41: 0.5, 50: 0.25}, end={"digest": "ff"})
+    a = run("a")
+    b = run("b", losses={41: 0.5, 50: 0.25}, end={"digest": "ff"})
     said = sentences(a, b)
     assert "the digests differ" in said[1]
     ours = float(a.steps.loss[41])
@@ -153,7 +158,8 @@ def test_differing_settings_are_listed(run):
         "layout.replicas": ["2", "4"],
         "torch": ["2.13.0", "2.14.0"],
     }
-    a, b = run("e", header={"variables": {"LR": "1"}}), run("f", header={"variables": {"LR": "2"}})
+    a = run("e", header={"variables": {"LR": "1"}})
+    b = run("f", header={"variables": {"LR": "2"}})
     assert compare_runs([a, b]).settings == {"LR": ["1", "2"]}
     assert compare_runs([run("c"), run("d")]).settings == {}
 
@@ -168,7 +174,8 @@ def test_json_has_the_sentences(run):
 
 
 def test_runs_with_the_same_name_are_shown_by_their_folders(run):
-    a, b = run("a", header={"name": "same"}), run("b", header={"name": "same"})
+    a = run("a", header={"name": "same"})
+    b = run("b", header={"name": "same"})
     assert compare_runs([a, b]).names == [str(a.folder), str(b.folder)]
 
 
@@ -182,7 +189,8 @@ def test_resumptions_are_differences_in_settings(tmp_path):
 
 
 def test_runs_that_differ_point_to_bisect(run):
-    a, b = run("a"), run("b", losses={7: 0.5})
+    a = run("a")
+    b = run("b", losses={7: 0.5})
     *_, last = sentences(a, b)
     assert last.startswith("To find the first operator that computes other bits: lockstep bisect ")
     assert last.endswith("/b")

@@ -22,7 +22,9 @@ from lockstep.training.one_pass import one_pass, pass_plan, pass_trial
 from lockstep.training.one_pass.one_pass import OnePass
 
 STEPS = 4  # of which the steps 0, 1 and 2 compare, and the last one is computed in one pass
-SAMPLES, FEATURES, CLASSES = 16, 64, 16
+SAMPLES = 16
+FEATURES = 64
+CLASSES = 16
 
 
 class Calls(nn.Module):
@@ -30,7 +32,8 @@ class Calls(nn.Module):
 
     def __init__(self, function, **parts):
         super().__init__()
-        self.layer, self.head = nn.Linear(FEATURES, 64), nn.Linear(64, CLASSES)
+        self.layer = nn.Linear(FEATURES, 64)
+        self.head = nn.Linear(64, CLASSES)
         for name, part in parts.items():
             setattr(self, name, part)
         self._function = function
@@ -641,7 +644,9 @@ class Changes(nn.Module):
 
     def __init__(self, change):
         super().__init__()
-        self.layer, self.change, self.is_changed = nn.Linear(FEATURES, CLASSES), change, False
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.change = change
+        self.is_changed = False
 
     def forward(self, x):
         x = self.layer(x)
@@ -652,7 +657,8 @@ class Late(torch.utils.data.Dataset):
     """Batches, before one of which the model changes."""
 
     def __init__(self, model, step):
-        self.model, self.step = model, step
+        self.model = model
+        self.step = step
 
     def __iter__(self):
         for step in range(8):
@@ -926,7 +932,8 @@ def train_at_random(seeds):
     from grammar.layouts import Layout
 
     warnings.simplefilter("ignore")
-    different, passes = [], 0
+    different = []
+    passes = 0
 
     def compute(self, step, buffers, group):
         nonlocal passes
@@ -938,7 +945,8 @@ def train_at_random(seeds):
         for batch in batches(*arguments):
             yield from [batch] * 3  # most cases have few steps
 
-    original, batches = OnePass.compute, training._batches
+    original = OnePass.compute
+    batches = training._batches
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
             drawn = case(seed)

@@ -10,7 +10,8 @@ import lockstep as ls
 import pytest_lockstep
 from lockstep.kernel.errors import UsageError
 
-MICROBATCHES, EPOCHS = 8, 2
+MICROBATCHES = 8
+EPOCHS = 2
 
 
 def rows(samples=6 * 32):
@@ -24,7 +25,8 @@ class Calls(nn.Module):
 
     def __init__(self, function):
         super().__init__()
-        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.first = nn.Linear(16, 64)
+        self.last = nn.Linear(64, 16)
         self._function = function
 
     def forward(self, x):
@@ -92,7 +94,8 @@ def train(name, *, together, batch_size=32, late=None):
         progress=False,
         audit=ls.AuditConfig(every_steps=1000),
     )
-    bits, sizes = [], []
+    bits = []
+    sizes = []
     for _ in range(EPOCHS):
         for batch in exact.batches(rows(), batch_size=batch_size, together=together):
             sizes.append([])

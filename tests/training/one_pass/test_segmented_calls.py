@@ -60,7 +60,8 @@ def operands(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return two matrices and the number of segments of their terms."""
     segments = draw(st.integers(1, 9))
     terms = draw(st.integers(1, 40))
-    rows, columns = draw(st.integers(1, 600)), draw(st.integers(1, 600))
+    rows = draw(st.integers(1, 600))
+    columns = draw(st.integers(1, 600))
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     a = torch.randn(segments * terms, rows, generator=generator).to(dtype).t()
@@ -95,7 +96,8 @@ def test_products_of_segments_have_the_bits_of_separate_products(
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 1), (torch.bfloat16, 5)])
 def test_products_of_segments_are_one_call(dtype: torch.dtype, count: int) -> None:
-    a, b = torch.randn(8, 32).to(dtype), torch.randn(32, 8).to(dtype)
+    a = torch.randn(8, 32).to(dtype)
+    b = torch.randn(32, 8).to(dtype)
     calls = make_calls(lambda: torch.mm(a, b), TERMS, 4)
     with torch.no_grad(), torch.autograd.profiler.profile() as profile:
         calls.run(lambda: torch.mm(a, b))
@@ -203,7 +205,8 @@ def test_lstm_layers_of_segments_are_one_call() -> None:
 
 
 def test_products_that_need_gradients_are_called_for_each_segment() -> None:
-    a, b = torch.randn(8, 32, requires_grad=True), torch.randn(32, 8)
+    a = torch.randn(8, 32, requires_grad=True)
+    b = torch.randn(32, 8)
     calls = make_calls(lambda: torch.mm(a, b), TERMS, 4)
     result = calls.run(lambda: torch.mm(a, b))
     result.sum().backward()

@@ -126,7 +126,8 @@ def test_what_may_differ(entry, value):
 
 
 def test_another_decay_of_the_average_is_said_and_not_refused():
-    one, other = training(ema_decay="0.9"), training(ema_decay="0.99")
+    one = training(ema_decay="0.9")
+    other = training(ema_decay="0.99")
     require_same_training(one, other)
     assert list_changes(one, other, {}) == ["ema_decay is 0.99, it was 0.9"]
 

@@ -45,7 +45,8 @@ class Member:
     """Stands for this process in an elastic run: steps are its operations."""
 
     def __init__(self):
-        self.transfer_folder, self.trainer = None, None
+        self.transfer_folder = None
+        self.trainer = None
 
     @property
     def operation(self):
@@ -87,7 +88,8 @@ def train(folder, member, lose=lambda steps, trainer: None, *, checkpoint=None):
     )  # fmt: skip
     member.trainer = trainer
     trainer._run.safe_points.take_part(member, trainer._run)
-    drawn, seen = {}, []
+    drawn = {}
+    seen = []
     for epoch in range(2):
         for batch in trainer.batches(data(), 10, epoch=epoch):
             drawn[trainer.steps] = torch.rand(()).item()
@@ -114,7 +116,8 @@ def test_what_is_handed_over_continues_with_the_same_bits(
 ):
     """Undone before a step; committed, and written at the next safe point; outside of loops."""
     expected = train(tmp_path / "undisturbed", Member())
-    member, state = Member(), tmp_path / "state"
+    member = Member()
+    state = tmp_path / "state"
     state.mkdir()
 
     def lose(at, trainer):
@@ -147,7 +150,8 @@ def test_what_is_handed_over_continues_with_the_same_bits(
 
 def test_what_the_script_changes_before_a_step_prevents_the_hand_over(world_of_one, tmp_path):
     """The new processes would execute the whole body: what it has done would be done twice."""
-    meter, possible = Meter(), []
+    meter = Meter()
+    possible = []
     config = ls.CheckpointConfig(stateful={"meter": meter})
 
     def lose(at, trainer):
@@ -182,7 +186,8 @@ def test_what_the_script_changes_before_a_step_prevents_the_hand_over(world_of_o
 
 def test_a_second_trainer_must_be_registered(world_of_one, tmp_path, monkeypatch):
     """Its calls cannot be answered; registered, its state is a part of the other's."""
-    member, state = Member(), tmp_path / "state"
+    member = Member()
+    state = tmp_path / "state"
     state.mkdir()
 
     def build(is_registered, **options):

@@ -36,7 +36,8 @@ def test_what_was_lost_before_does_not_count_again(rounds, seconds):
 
 
 def test_the_record_has_the_earlier_rounds_and_the_beginning(tmp_path):
-    noticed, begun = 1795245120.5, "2026-11-21T07:12:00+00:00"  # 1795245120
+    noticed = 1795245120.5  # 1795245120
+    begun = "2026-11-21T07:12:00+00:00"
     lines = [
         records.HEADER | {"started": begun},
         records.step(0),

@@ -126,7 +126,8 @@ def save_with_objects(folder):
     with other.manual_step() as step:
         for (inputs,) in step.microbatches((torch.ones(8, 6),)):
             step.backward(other.model(inputs).square().mean())
-    same, different = Count(1), Count(ls.rank())
+    same = Count(1)
+    different = Count(ls.rank())
     stateful = {"other": other, "same": same, "different": different}
     trainer = build(folder, resume=False, stateful=stateful)
     for batch in trainer.batches(data(), 16):
@@ -301,7 +302,8 @@ def fail_while_writing(folder, how):
 
     def write_until_given_up(*arguments):
         written.set()
-        check, end = arguments[-1], time.monotonic() + DEADLINE
+        check = arguments[-1]
+        end = time.monotonic() + DEADLINE
         while time.monotonic() < end:
             check()
 

@@ -33,7 +33,8 @@ def test_a_rank_that_returns_ends_its_run(ranks, tmp_path):
         return [trainer.step(BATCH) for trainer in trainers]
 
     ranks(train, 2)
-    whole, stages = read_run(tmp_path / "whole"), read_run(tmp_path / "stages")
+    whole = read_run(tmp_path / "whole")
+    stages = read_run(tmp_path / "stages")
     assert (whole.state, stages.state) == ("done", "done")
     assert len(whole.end["digest"]) == 64
     assert "digest" not in stages.end  # all ranks would have to make it

@@ -13,7 +13,8 @@ class Batches:
     """The batches of an epoch, as far as the log knows them."""
 
     def __init__(self, epoch=0, samples=8, batch_size=2, seed=0, shuffle=True, drop_last=False):
-        self.epoch, self.position = epoch, 0
+        self.epoch = epoch
+        self.position = 0
         self.identity = {
             "samples": samples, "batch_size": batch_size, "seed": seed, "shuffle": shuffle,
             "drop_last": drop_last,
@@ -27,7 +28,8 @@ class Script:
     """Makes calls as a trainer passes them on; `steps` are those that are finished."""
 
     def __init__(self, log=None):
-        self.log, self.steps = log or ScriptLog(), 0
+        self.log = log or ScriptLog()
+        self.steps = 0
 
     def begin(self, epoch=0, **options):
         opened, entry = self.log.begin_epoch(Batches(epoch, **options))

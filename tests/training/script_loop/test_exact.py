@@ -27,7 +27,8 @@ from lockstep.kernel import spec
 from lockstep.kernel.errors import LossError, RankError, StateError, UsageError
 from lockstep.record.reader import read_run
 
-SAMPLES, BATCH = 43, 19  # batches of 19, 19 and 5 samples
+SAMPLES = 43  # batches of 19, 19 and 5 samples
+BATCH = 19
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 OPTIONS = {
     "pictures": {},
@@ -285,7 +286,8 @@ def plain(group):
     model, called, exact = wrapped(group)
     optimizer = SGD(model.parameters())
     inputs, targets = (tensor[:42].chunk(7) for tensor in rows().tensors)
-    ranks, rank = (dist.get_world_size(), dist.get_rank())
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
     sizes = [7 // ranks + (r < 7 % ranks) for r in range(ranks)]
     own = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     for _ in range(3):
@@ -350,7 +352,8 @@ def test_every_width_has_the_bits_of_one_process(ranks, alone, n, backend):
 
 def compiled(group, outside):
     """Compile the wrapper, or the model in it; eager code runs in the graphs."""
-    model, compile_model = network(), partial(torch.compile, backend="eager")
+    model = network()
+    compile_model = partial(torch.compile, backend="eager")
     called = model if outside else compile_model(model)
     if group is not None:
         called = DistributedDataParallel(called, process_group=group)
@@ -436,7 +439,8 @@ def test_a_state_of_other_settings_is_refused():
 @pytest.mark.parametrize("loads_first", [True, False])
 def test_a_state_is_loaded_before_or_after_the_loop_is_made(loads_first):
     """The calls of the model are watched otherwise afterwards, which is no setting of it."""
-    first, model = network(), network()
+    first = network()
+    model = network()
     exact = ls.exact(first, torch.optim.SGD(first.parameters(), lr=0.1), 4)
     exact.sampler(rows(16), 8)
     state = exact.state_dict()
@@ -834,7 +838,8 @@ FAILING = [fail_in_loop_over_microbatches, fail_after_begin, fail_in_nested_loop
 def test_an_exception_that_is_caught_leaves_no_open_step(fail):
     """Collective calls were refused from then on, as if they were made inside of the step."""
     loop = Mistakes()
-    state, before = loop.exact.state_dict(), ls.digest(loop.model)
+    state = loop.exact.state_dict()
+    before = ls.digest(loop.model)
     with pytest.raises(KeyError):
         fail(loop)
     dist.barrier()

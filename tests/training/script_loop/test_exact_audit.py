@@ -22,7 +22,8 @@ from lockstep.errors import StateError, UsageError, WorkError
 from lockstep.training import step_environment
 from tests.bit_flips import FaultyOperator
 
-MICROBATCHES, STEPS = 4, 3
+MICROBATCHES = 4
+STEPS = 3
 EXACT = ls.exact  # importing it draws from Python's generator, which `train` seeds
 
 
@@ -199,7 +200,8 @@ def one_thread():
 @pytest.fixture
 def repetitions(monkeypatch):
     """Return a list of the hashes of all repetitions."""
-    hashes, repeat = [], RecordedCall.repeat
+    hashes = []
+    repeat = RecordedCall.repeat
 
     def counted(call, **how):
         hashes.append(repeat(call, **how))

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import lockstep as ls
 from lockstep.kernel.errors import UsageError
 
-SEED, MICROBATCHES = 11, 4
+SEED = 11
+MICROBATCHES = 4
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
@@ -113,7 +114,8 @@ def train_nested(data, wrapper):
     exact = ls.exact(
         called, optimizer, microbatches=MICROBATCHES, seed=SEED, loggers=[], progress=False
     )
-    steps, loss_function = [], nn.CrossEntropyLoss()
+    steps = []
+    loss_function = nn.CrossEntropyLoss()
     for epoch in range(2):
         batches = exact.batches(**DATA[data](), epoch=epoch)
         for batch in batches:
@@ -155,7 +157,8 @@ def test_a_nested_loop_has_the_results_of_the_trainer(trained, n):
 
 @pytest.mark.ranks(1)
 def test_an_audited_step_refers_to_nothing_that_only_the_garbage_collector_frees():
-    model, loss_function = nn.Linear(6, 3), nn.CrossEntropyLoss()
+    model = nn.Linear(6, 3)
+    loss_function = nn.CrossEntropyLoss()
     optimizer = ADAMW(model.parameters())
     audit = ls.AuditConfig(every_steps=1)
     exact = ls.exact(model, optimizer, MICROBATCHES, loggers=(), audit=audit)

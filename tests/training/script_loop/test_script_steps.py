@@ -21,7 +21,9 @@ from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.record.reader import read_run
 from lockstep.training.script_loop import exact_setup
 
-SEED, MICROBATCHES, BATCH = 5, 4, 16
+SEED = 5
+MICROBATCHES = 4
+BATCH = 16
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -80,7 +82,8 @@ def skipping():
 
 
 def skipping_trainer():
-    trainer, losses = make_trainer(), []
+    trainer = make_trainer()
+    losses = []
     for batch in trainer.batches(rows(), BATCH):
         if batch.identity.position:
             losses += [trainer.step(batch), trainer.step(batch)]
@@ -99,7 +102,8 @@ def clipping():
 
 
 def clipping_trainer():
-    trainer, norms = make_trainer(max_grad_norm=0.1), []
+    trainer = make_trainer(max_grad_norm=0.1)
+    norms = []
     for batch in trainer.batches(rows(), BATCH):
         trainer.step(batch)
         norms.append(trainer.last_result.norm)
@@ -118,7 +122,8 @@ def freezing():
 
 
 def freezing_trainer():
-    trainer, losses = make_trainer(), []
+    trainer = make_trainer()
+    losses = []
     for batch in trainer.batches(rows(), BATCH):
         trainer.module[0].requires_grad_(batch.identity.position != 1)
         losses.append(trainer.step(batch))
@@ -146,7 +151,8 @@ def scheduling():
 def scheduling_trainer():
     schedule = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=3)
     config = ls.OptimizerConfig(ADAMW, scheduler=schedule, scheduler_interval="step")
-    trainer, found = make_trainer(config), []
+    trainer = make_trainer(config)
+    found = []
     for batch in trainer.batches(rows(), BATCH):
         loss = trainer.step(batch)
         lr = trainer.last_result.lr
@@ -400,7 +406,8 @@ class Meter:
 
 def stop_and_resume(folder, *, stops, is_resumed):
     """Train two epochs; a SIGTERM comes to the last rank in the middle of the fourth step."""
-    model, meter = network(), Meter()
+    model = network()
+    meter = Meter()
     optimizer = ADAMW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     exact = ls.exact(

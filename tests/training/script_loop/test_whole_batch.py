@@ -52,7 +52,8 @@ class Towers(nn.Module):
 def a_contrastive_loss_has_the_gradients_of_the_whole_batch():
     model = Towers()
     reference = copy.deepcopy(model)
-    trainer, optimizer = make_trainer(model), SGD(reference.parameters())
+    trainer = make_trainer(model)
+    optimizer = SGD(reference.parameters())
     for _ in range(3):
         batch = torch.randn(19, 6), torch.randn(19, 5)
         with trainer.manual_step() as step:
@@ -115,7 +116,8 @@ def two_batches_train_in_one_step():
     reference = copy.deepcopy(model)
     labeled = TensorDataset(torch.randn(38, 6), torch.randint(3, (38,)))
     unlabeled = TensorDataset(torch.randn(95, 6))
-    trainer, optimizer = make_trainer(model), SGD(reference.parameters())
+    trainer = make_trainer(model)
+    optimizer = SGD(reference.parameters())
     for one, two in zip(
         trainer.batches(labeled, batch_size=10, epoch=0, shuffle=False),
         trainer.batches(unlabeled, batch_size=25, epoch=1, shuffle=False),
@@ -164,7 +166,9 @@ class Detector(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.label, self.box = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 4)
+        self.body = nn.Linear(6, 8)
+        self.label = nn.Linear(8, 3)
+        self.box = nn.Linear(8, 4)
 
     def sum_losses(self, images, labels, boxes):
         hidden = self.body(images).tanh()
@@ -176,9 +180,11 @@ class Detector(nn.Module):
 
 @training
 def a_loss_has_two_denominators():
-    model, data = Detector(), Images()
+    model = Detector()
+    data = Images()
     reference = copy.deepcopy(model)
-    trainer, optimizer = make_trainer(model, microbatches=8), SGD(reference.parameters())
+    trainer = make_trainer(model, microbatches=8)
+    optimizer = SGD(reference.parameters())
     for batch in trainer.batches(data, batch_size=23, shuffle=False, collate_fn=stack_images):
         with trainer.manual_step() as step:
             boxes = step.total(lambda data: sum(map(len, data[2])), batch)
@@ -200,7 +206,8 @@ class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.cell, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1)
+        self.cell = nn.GRU(4, 8, batch_first=True)
+        self.head = nn.Linear(8, 1)
 
     def forward(self, inputs, hidden):
         outputs, hidden = self.cell(inputs, hidden.unsqueeze(0))
@@ -217,11 +224,14 @@ class Lanes(nn.Module):
 
 @training
 def hidden_states_follow_their_lanes():
-    model, lanes = Recurrent(), Lanes(15)
-    reference, hidden = copy.deepcopy(model), torch.zeros(15, 8)
+    model = Recurrent()
+    lanes = Lanes(15)
+    reference = copy.deepcopy(model)
+    hidden = torch.zeros(15, 8)
     trainer = make_trainer(model, extra_modules=[lanes])
     optimizer = SGD(reference.parameters())
-    inputs, targets = torch.randn(15, 40, 4), torch.randn(15, 40, 1)
+    inputs = torch.randn(15, 40, 4)
+    targets = torch.randn(15, 40, 1)
     for begin in range(0, 40, 10):
         chunk = inputs[:, begin : begin + 10], targets[:, begin : begin + 10]
         with trainer.manual_step() as step:
@@ -283,7 +293,8 @@ class Listener(StepHook, StepObserver):
 
 @pytest.mark.usefixtures("world_of_one")
 def test_observers_get_the_losses_that_are_reported():
-    model, listener = nn.Linear(6, 3), Listener()
+    model = nn.Linear(6, 3)
+    listener = Listener()
     trainer = make_trainer(model)
     trainer._steps.optimizer_step.hooks.append(listener)
     with trainer.manual_step() as step:
@@ -296,7 +307,8 @@ def test_observers_get_the_losses_that_are_reported():
 
 # --- mistakes ------------------------------------------------------------------------------------
 
-ROWS, SCALE = torch.ones(19, 6), nn.Parameter(torch.ones(()))
+ROWS = torch.ones(19, 6)
+SCALE = nn.Parameter(torch.ones(()))
 
 
 def take_steps(compute, **options):

@@ -24,7 +24,8 @@ from lockstep.kernel.errors import LayoutError, LockstepError, RankError, UsageE
 from lockstep.training.resume import run_checkpoints
 from lockstep.training.storage.sharded_step import require_shardable
 
-SAMPLES, BATCH = 40, 16  # batches of 16, 16 and 8 samples
+SAMPLES = 40  # batches of 16, 16 and 8 samples
+BATCH = 16
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -39,7 +40,8 @@ class Rare(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.zero = nn.Linear(6, 10), nn.Parameter(torch.full((10,), -0.0))
+        self.layer = nn.Linear(6, 10)
+        self.zero = nn.Parameter(torch.full((10,), -0.0))
 
     def forward(self, inputs):
         outputs = self.layer(inputs)
@@ -51,7 +53,8 @@ class Residual(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.first = nn.Conv2d(6, 6, 3, padding=1)
+        self.second = nn.Conv2d(6, 6, 3, padding=1)
         self.norm = nn.BatchNorm2d(6)
 
     def forward(self, inputs):
@@ -265,7 +268,8 @@ def test_spans_are_those_of_torch():
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
-        self.block, self.head = nn.Linear(6, 6), nn.Linear(6, 10)
+        self.block = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 10)
 
     def forward(self, inputs):
         return self.head(self.block(self.block(inputs)))
@@ -273,7 +277,8 @@ class Twice(nn.Module):
 
 def refused(action):
     """Return the message of the error that an action raises."""
-    handles, made = [], ls.exact
+    handles = []
+    made = ls.exact
 
     def attach(*args, **kwargs):
         handles.append(made(*args, **kwargs))
@@ -323,7 +328,8 @@ def train_other_modules():
     class Chosen(nn.Module):
         def __init__(self):
             super().__init__()
-            self.left, self.right = nn.Linear(6, 10), nn.Linear(6, 10)
+            self.left = nn.Linear(6, 10)
+            self.right = nn.Linear(6, 10)
 
         def forward(self, inputs):
             return self.left(inputs) if dist.get_rank() == 0 else self.right(inputs)
@@ -359,7 +365,8 @@ class Skipping(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.block = nn.Linear(6, 10), Squaring()
+        self.first = nn.Linear(6, 10)
+        self.block = Squaring()
 
     def forward(self, inputs):
         hidden = self.first(inputs)

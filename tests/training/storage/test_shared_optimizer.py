@@ -38,7 +38,8 @@ class Awkward(nn.Module):
         torch.manual_seed(2)
         self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
         self.register_buffer("seen", torch.zeros(6))
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
         self.second.weight = self.first.weight
         self.frozen = nn.Parameter(torch.randn(65_540, generator=generator), requires_grad=False)
         self.halved = nn.Parameter(torch.randn(70_000, generator=generator).to(half))
@@ -398,7 +399,8 @@ def stopped_in(point, folder):
     """Stop rank 1 until the others have given it up and noted what they have."""
     trainer = trainer_of(True, model=thawing(), optimizer=ADAGRAD)
     take_step(trainer)
-    shared, rank = trainer.engine.setup.optimization.shared, dist.get_rank()
+    shared = trainer.engine.setup.optimization.shared
+    rank = dist.get_rank()
     method = "local_gradients" if point == "reduced" else "_step_pieces"
     original = getattr(shared, method)
 
@@ -485,7 +487,8 @@ def private_bytes():
 
 def share_large_model():
     layers = [nn.Linear(1000, 1000, bias=False) for _ in range(16)]
-    model, size = nn.Sequential(*layers), 16 * 4_000_000
+    model = nn.Sequential(*layers)
+    size = 16 * 4_000_000
     before = private_bytes()
     ls.Trainer(model, nn.MSELoss(), torch.optim.SGD, storage="shared", loggers=[])
     return (before - private_bytes()) / size
@@ -565,7 +568,8 @@ def edited(storage):
     """Return, for each edit, digests after it, after loading its state, and after a step."""
     found = []
     for edit in EDITS:
-        trainer, other = in_storage(storage), in_storage(storage)
+        trainer = in_storage(storage)
+        other = in_storage(storage)
         for _ in range(2):
             trainer.step(labelled().tensors)
         edit(trainer.optimizer)

@@ -16,7 +16,8 @@ from lockstep.training.storage.update_check import LARGEST, WINDOW, _choose_wind
 from records import FindingLogger
 
 LAYOUTS = [("shared", 2), ("sharded", 2), ("sharded", 1)]
-STEPS, FAULTY = 4, 2
+STEPS = 4
+FAULTY = 2
 
 
 def make_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -43,7 +44,8 @@ def train(storage: str, operator: str = "", **chosen: Any) -> tuple[str, str, li
     from bit_flips import FaultyOperator  # ranks find it by its name
 
     lines = FindingLogger()
-    trainer, said = make_trainer(storage, lines), ""
+    trainer = make_trainer(storage, lines)
+    said = ""
     chosen = {"rank": ls.world_size() - 1, "phase": "optimizer", "element": 0, **chosen}
     fault = FaultyOperator(operator, **chosen) if operator else None
     try:
