@@ -53,7 +53,7 @@ LSTM = {
     "LSTM, 4 sequences": (4, 50, 32, 128),
     "LSTM, 32 sequences": (32, 50, 32, 128),
 }
-VECTORS = ["exp", "log", "tanh", "erf", "sigmoid"]
+VECTORS = ["exp", "log", "tanh", "erf", "sigmoid", "silu", "gelu", "gelu_backward"]
 STEPS = ["25m", "transformer", "resnet18"]
 CASES = [*PRODUCTS, *ATTENTION, *LSTM, *VECTORS, *STEPS]
 
@@ -72,8 +72,8 @@ than the default.
 Products are named by their sizes, or by their place in a training: a linear layer of 2048 x 2048
 and its gradients for 32 samples, a classifier of 512 features for 128 samples, 64 heads of
 attention. Attention is a forward and backward pass of `scaled_dot_product_attention`, an LSTM one
-of two layers of 128 features for sequences of 50 steps. `exp` to `sigmoid` are functions of 2^20
-numbers, which portable mode leaves to torch.
+of two layers of 128 features for sequences of 50 steps. `exp` to `gelu_backward` are functions of
+2^20 numbers.
 The last three rows are the forward and backward pass of 32 samples: linear layers with 25 million
 parameters, a transformer with 2.7 million, and ResNet-18 with images of 64 x 64.
 
@@ -167,7 +167,9 @@ def build(case: str) -> Callable[[], object]:
         return build_lstm(*LSTM[case])
     if case in STEPS:
         return build_step(case)
-    return partial(getattr(torch, case), torch.rand(1 << 20) + 0.5)
+    numbers = torch.rand(1 << 20) + 0.5
+    count = 2 if case.endswith("_backward") else 1
+    return partial(getattr(torch.ops.aten, case), *[numbers] * count)
 
 
 def measure(call: Callable[[], object]) -> float:

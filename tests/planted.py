@@ -356,7 +356,6 @@ def reduce_wrongly(self, *arguments):
 
 GradientReducer.reduce = reduce_wrongly
 """ + MODEL},
-        # Row 1, column 2 of 16: the norm reads the gradient as a vector.
-        STEP, "reduction", None, "3", index=(18,), is_quick=True,
+        STEP, "reduction", None, "3", index=(1, 2), is_quick=True,
     ),
 ]  # fmt: skip

@@ -31,11 +31,12 @@ MARK = "*Printed by "  # begins the paragraph below a message that is not ours
 
 @cache
 def python_texts() -> tuple[str, ...]:
-    """Return every string of the sources, with `ANYTHING` for values of f-strings."""
+    """Return every message of the sources, with `ANYTHING` for values of f-strings."""
     return tuple(
         text
         for pattern in SOURCES
         for path in ROOT.glob(pattern)
+        if path.name != "foreign_messages.py"
         for text in strings(ast.parse(path.read_text()))
     )
 

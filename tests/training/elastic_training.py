@@ -35,7 +35,8 @@ from lockstep.elastic.membership import Membership, membership
 from lockstep.launcher import world as world_module
 from lockstep.kernel.buffers import Buffers
 from lockstep.record.recorder import Recorder
-from lockstep.training import round_entry, whole_batch
+from lockstep.training import round_entry
+from lockstep.training.script_loop import whole_batch
 from lockstep.training.round_entry import RoundEntry
 
 PLAN = json.loads(os.environ.get("PLAN", "[]"))

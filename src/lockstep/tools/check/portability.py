@@ -35,7 +35,7 @@ BY_NAME = {
     r"lgamma|digamma|polygamma|igamma|special_|bessel|erfinv_": (
         "functions that the C library computes"
     ),
-    r"mkldnn_rnn|quantize|_weight_int|q_linear|_sparse|sparse_": "kernels that are not measured",
+    r"quantize|_weight_int|q_linear|_sparse|sparse_": "kernels that are not measured",
 }
 """The reason why operators are not portable, by a pattern of their names."""
 
