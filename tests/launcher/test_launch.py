@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import signal
+import subprocess
 import sys
 import threading
 
@@ -142,6 +143,19 @@ def test_breakpoints_of_ranks_without_input_are_skipped(capfd):
     assert ls.launch(stop_on_rank_1, nprocs=2, timeout=60) == [0, 1]
     shown = capfd.readouterr().err
     assert shown.count("breakpoint() is skipped on rank 1: only rank 0 has the") == 1
+
+
+@pytest.mark.parametrize("seed", [None, "5"])
+def test_every_launch_hashes_strings_alike(seed, monkeypatch):
+    """Otherwise each launch would iterate a set of words in another order."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setenv("PYTHON_OF_THIS_TEST", "1")  # a fork server of its own
+    if seed:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    python = [sys.executable, "-c", "print(hash('word'))"]
+    environ = {**os.environ, "PYTHONHASHSEED": seed or "0"}
+    expected = int(subprocess.run(python, env=environ, check=True, stdout=subprocess.PIPE).stdout)
+    assert ls.launch(hash, nprocs=2, args=("word",)) == [expected] * 2
 
 
 def test_pass_rank():

@@ -50,6 +50,10 @@ ROUND = "LOCKSTEP_ROUND"
 HANDOVER = "LOCKSTEP_HANDOVER"
 OF_ELASTIC = (ELASTIC, MEMBER, JOIN, ROUND, HANDOVER)
 
+# What a rank has unless the user has set it. With a seed of its own, each launch would iterate sets
+# of strings in another order, such as the words of a vocabulary.
+DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+
 
 def is_elastic_on_hosts(environ: Mapping[str, str]) -> bool:
     """Return whether this is a rank of an elastic run that may be on several hosts."""

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.channel import Channel, open_pair
+from lockstep.launcher.environment import DEFAULTS
 from lockstep.user_code import PACKAGE
 
 __all__ = [
@@ -215,7 +216,7 @@ def spawn_fork_server(
         stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
         pass_fds=[number],
         start_new_session=True,
-        env=environ,
+        env={"PYTHONHASHSEED": DEFAULTS["PYTHONHASHSEED"], **(environ or os.environ)},
     )
     process.returncode = 0  # ForkServer reaps it; otherwise Popen would warn
     os.close(number)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import RankError, UsageError
 from lockstep.launcher.channel import Message, write_memfd
-from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment, read_rank_info
+from lockstep.launcher.environment import DEFAULTS, OF_ELASTIC, RankEnvironment, read_rank_info
 from lockstep.launcher.failure_codes import STOPPED
 from lockstep.launcher.fork_server import (
     check_open_files,
@@ -318,7 +318,7 @@ def function_task(variables: Mapping[str, str]) -> Message:
     inherited = {name: value for name, value in os.environ.items() if name not in OF_ELASTIC}
     return {
         "task": "function",
-        "environ": {"OMP_NUM_THREADS": "1", **inherited, **variables},
+        "environ": {**DEFAULTS, **inherited, **variables},
         "cwd": os.getcwd(),
         "argv": sys.argv,
         "path": [os.fspath(entry) for entry in sys.path],

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import FileError, LockstepError, RankError
-from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment
+from lockstep.launcher.environment import DEFAULTS, OF_ELASTIC, RankEnvironment
 from lockstep.launcher.failure_attribution import (
     Outcome,
     describe_own_failure,
@@ -372,7 +372,7 @@ def _script_task(config: LaunchConfig, variables: dict[str, str]) -> dict[str, A
     return {
         "task": config.kind,
         "target": target,
-        "environ": {"OMP_NUM_THREADS": "1", **inherited, **variables},
+        "environ": {**DEFAULTS, **inherited, **variables},
         "cwd": os.getcwd(),
         "argv": [*(() if config.kind == "program" else (target,)), *config.arguments],
         "path": None,

@@ -48,8 +48,8 @@ NAMES = {
 
 # The variables that `lockstep run`, `ls.launch` and torchrun set for every rank, and the one that
 # `ls.init` sets until the process ends, unless the user has set them.
-OWN_VALUES = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-OWN_VALUES |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+OWN_VALUES = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+OWN_VALUES |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
 def describe_environment() -> dict[str, Any]:
