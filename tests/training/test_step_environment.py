@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import lockstep as ls
+import pytest_lockstep
 from lockstep.comm import backend
+from lockstep.kernel.errors import UsageError
 from lockstep.training import step_environment
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="portable bits need the extension")
@@ -119,3 +121,30 @@ def test_nothing_is_said_without_portable_bits(ranks, tmp_path):
     ((lines, said),) = ranks(lambda: lines_of("LAPACK", tmp_path), 1, portable=False)
     assert lines == []
     assert "other processors" not in said
+
+
+def train_with_flushed_subnormals(when):
+    """Set it before `ls.init` or after it; return the error, or a sum of subnormal numbers."""
+    if when == "before":
+        torch.set_flush_denormal(True)
+    ls.init(threads=3)
+    torch.manual_seed(0)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    trainer = ls.Trainer(nn.Linear(8, 3), nn.CrossEntropyLoss(), optimizer, loggers=())
+    if when == "after":
+        torch.set_flush_denormal(True)
+    try:
+        trainer.step((torch.randn(16, 8), torch.arange(16) % 3))
+    except UsageError as error:
+        return str(error)
+    return float((torch.full((1 << 20,), 1e-30) * 1e-9).sum())
+
+
+def test_subnormal_numbers_are_flushed_by_all_threads_or_by_none():
+    found = {
+        when: pytest_lockstep.run(train_with_flushed_subnormals, when, ranks=1, init=False)[0]
+        for when in ("before", "after", "never")
+    }
+    assert found["before"] == 0
+    assert found["never"] > 0
+    assert "torch.set_flush_denormal was called after lockstep.init()" in found["after"]

@@ -40,7 +40,13 @@ from lockstep.portable.arithmetic_families import (
     make_values,
 )
 
-__all__ = ["compute", "declare_portable", "has_portable_bits", "measure_arithmetic"]
+__all__ = [
+    "compute",
+    "declare_portable",
+    "has_other_subnormals",
+    "has_portable_bits",
+    "measure_arithmetic",
+]
 
 CHOOSING = ("ATEN_", "DNNL_", "LOCKSTEP_PORTABLE", "MKL_", "NPY_", "ONEDNN_", "OPENBLAS_")
 """The prefixes of variables by which libraries choose kernels."""
@@ -50,18 +56,33 @@ OF_PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "c
 
 
 _is_portable = False
+_flushes_subnormals = False
 
 
 def declare_portable(is_portable: bool) -> None:
     """Note whether the kernels of this process are those of portable arithmetic."""
-    global _is_portable
+    global _is_portable, _flushes_subnormals
     _is_portable = is_portable
+    _flushes_subnormals = _takes_subnormals_as_zero()
     measure_arithmetic.cache_clear()
 
 
 def has_portable_bits() -> bool:
     """Return whether this process computes portable bits, on any number of intra-op threads."""
     return _is_portable
+
+
+def has_other_subnormals() -> bool:
+    """Return whether `torch.set_flush_denormal` was called after portable bits were chosen.
+
+    The setting is that of a thread. Intra-op threads have that of the thread that started them, and
+    keep it.
+    """
+    return _is_portable and _takes_subnormals_as_zero() != _flushes_subnormals
+
+
+def _takes_subnormals_as_zero() -> bool:
+    return sys.float_info.min / 2 == 0
 
 
 def compute() -> str:

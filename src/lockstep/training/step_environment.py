@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.native_module import load_native
+from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_context import Position, StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.launcher.device_choice import require_deterministic
@@ -20,6 +21,7 @@ from lockstep.messages import log
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.static_shapes import StaticShapes
 from lockstep.model.watched_calls import ShardedModel
+from lockstep.portable.arithmetic import has_other_subnormals
 from lockstep.portable.variables import find_bfloat16_instructions, read_portable_request
 
 __all__ = ["CollectiveCallCheck", "GatheredParameters", "KernelSettings", "PortabilityNotes"]
@@ -44,6 +46,11 @@ class KernelSettings(StepHook):
         """Set what kernels depend on."""
         if step.parallel.device.type != "cpu":
             require_deterministic(step.parallel.device)
+        if has_other_subnormals():
+            raise UsageError(
+                "torch.set_flush_denormal was called after lockstep.init(), and the threads that "
+                "compute keep the setting that they have: call it before"
+            )
         if torch.get_num_threads() != step.parallel.threads:
             torch.set_num_threads(step.parallel.threads)
         return _overlap(self._shapes) if self._may_overlap else self._shapes
