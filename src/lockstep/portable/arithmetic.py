@@ -43,7 +43,7 @@ from lockstep.portable.arithmetic_families import (
 __all__ = [
     "compute",
     "declare_portable",
-    "has_other_subnormals",
+    "flushes_subnormals",
     "has_portable_bits",
     "measure_arithmetic",
 ]
@@ -63,7 +63,7 @@ def declare_portable(is_portable: bool) -> None:
     """Note whether the kernels of this process are those of portable arithmetic."""
     global _is_portable, _flushes_subnormals
     _is_portable = is_portable
-    _flushes_subnormals = _takes_subnormals_as_zero()
+    _flushes_subnormals = sys.float_info.min / 2 == 0
     measure_arithmetic.cache_clear()
 
 
@@ -72,17 +72,13 @@ def has_portable_bits() -> bool:
     return _is_portable
 
 
-def has_other_subnormals() -> bool:
-    """Return whether `torch.set_flush_denormal` was called after portable bits were chosen.
+def flushes_subnormals() -> bool | None:
+    """Return whether intra-op threads take subnormal numbers as 0; None without portable bits.
 
-    The setting is that of a thread. Intra-op threads have that of the thread that started them, and
-    keep it.
+    Each has the setting of the thread that started it, and keeps it: `torch.set_flush_denormal`
+    changes that of the thread that calls it.
     """
-    return _is_portable and _takes_subnormals_as_zero() != _flushes_subnormals
-
-
-def _takes_subnormals_as_zero() -> bool:
-    return sys.float_info.min / 2 == 0
+    return _flushes_subnormals if _is_portable else None
 
 
 def compute() -> str:

@@ -21,7 +21,7 @@ from lockstep.messages import log
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.static_shapes import StaticShapes
 from lockstep.model.watched_calls import ShardedModel
-from lockstep.portable.arithmetic import has_other_subnormals
+from lockstep.portable.arithmetic import flushes_subnormals
 from lockstep.portable.variables import find_bfloat16_instructions, read_portable_request
 
 __all__ = ["CollectiveCallCheck", "GatheredParameters", "KernelSettings", "PortabilityNotes"]
@@ -41,12 +41,13 @@ class KernelSettings(StepHook):
     def __init__(self, model: nn.Module, *, may_overlap: bool = False) -> None:
         self._shapes = StaticShapes(model)
         self._may_overlap = may_overlap
+        self._flushes = flushes_subnormals()
 
     def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None]:
         """Set what kernels depend on."""
         if step.parallel.device.type != "cpu":
             require_deterministic(step.parallel.device)
-        if has_other_subnormals():
+        if self._flushes not in (None, sys.float_info.min / 2 == 0):
             raise UsageError(
                 "torch.set_flush_denormal was called after lockstep.init(), and the threads that "
                 "compute keep the setting that they have: call it before"
