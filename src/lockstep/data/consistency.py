@@ -41,7 +41,7 @@ def pack_described(described: Mapping[str, Any] | Sequence[str]) -> bytes:
     Settings are given by their names in messages. Empty ones say that this rank could not determine
     the order of the samples.
     """
-    return json.dumps(described).encode()
+    return json.dumps(described, default=int).encode()  # numpy has integers of its own
 
 
 def require_same_epoch(exchanged: list[bytes]) -> None:

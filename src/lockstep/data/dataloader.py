@@ -85,6 +85,8 @@ def resolve_data(
             + f"; the options are {', '.join(OPTIONS)}, seed and epoch"
         )
     given = {"batch_size": batch_size, **options}
+    if given.get("shuffle") and given.get("sampler") is not None:
+        raise DatasetError("the sampler decides the order: omit shuffle=True, or the sampler")
     if not isinstance(dataset, DataLoader):
         _require_samples(dataset, batch_size)
         return {"dataset": dataset, **given}

@@ -9,7 +9,7 @@ The contents of a batch depend neither on the layout nor on the number of worker
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -68,7 +68,7 @@ class EpochBatches(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch as JSON values, valid for any layout."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the next iteration from a saved position."""
 
 
@@ -122,6 +122,8 @@ class Batches:
         **options: Any,
     ) -> None:
         self.options = LoaderOptions(dataset, batch_size, **options)
+        if epoch < 0:
+            raise DatasetError(f"epoch={epoch}: epochs are counted from 0")
         self.epoch = epoch
         self.agree = agree
         self.position = 0
@@ -168,7 +170,7 @@ class Batches:
         settings = self.options.describe(self.epoch)
         return {"position": self.position, **settings, "order": self._digest}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the next iteration from a saved position.
 
         Raises:

@@ -144,5 +144,5 @@ def count_samples_of(dataset: Any) -> int | None:
     """Return the length of a dataset; None if it has none."""
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):
+    except (TypeError, ValueError, NotImplementedError):
         return None

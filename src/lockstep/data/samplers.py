@@ -85,7 +85,7 @@ def draw_batches(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) 
         DatasetError: The sampler yields nothing, an empty batch, something other than integers, or
             another order when it is drawn again.
     """
-    batches = _draw(batch_sampler, lambda batch: [*map(_to_integer, batch)], seed, epoch)
+    batches = _draw(batch_sampler, _to_integers, seed, epoch)
     if not batches:
         raise DatasetError(f"the batch sampler {type(batch_sampler).__name__} yielded no batch")
     return EpochOrder.from_batches(batches)
@@ -109,6 +109,15 @@ def _draw(sampler: Iterable[T], convert: Callable[[T], R], seed: int, epoch: int
             "torch, Python or numpy, and count epochs in set_epoch(epoch), which is called before"
         )
     return first
+
+
+def _to_integers(batch: Any) -> list[int]:
+    if not hasattr(batch, "__iter__"):
+        raise DatasetError(
+            f"the batch sampler yielded {batch!r}, but a batch must be a list of indices: pass "
+            "single indices as sampler="
+        )
+    return [*map(_to_integer, batch)]
 
 
 def _to_integer(index: Any) -> int:
