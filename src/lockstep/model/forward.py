@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ __all__ = [
     "find_inputs",
     "forward",
     "has_loss",
+    "require_number",
     "split_targets",
 ]
 
@@ -181,12 +183,15 @@ def compute_metrics(
     with torch.no_grad():
         values = {name: metric(outputs, targets) for name, metric in metrics.items()}
     for name, number in values.items():
-        if isinstance(number, torch.Tensor) and number.numel() != 1:
-            raise UsageError(
-                f"{where}: the metric {name} has shape {tuple(number.shape)}; it must be one "
-                "number, a mean over the samples"
-            )
+        require_number(f"{where}: the metric {name}", number)
     return values
+
+
+def require_number(about: str, value: Any) -> None:
+    """Raise UsageError for what is neither a number nor has one element; waits for no device."""
+    is_one = math.prod(getattr(value, "shape", ())) == 1
+    if not is_one or not isinstance(value, SupportsFloat):
+        raise UsageError(f"{about} must be one number, not {_describe(value)}")
 
 
 def call_model(model: nn.Module, data: Any, where: str) -> Any:

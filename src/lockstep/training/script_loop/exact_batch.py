@@ -18,6 +18,7 @@ from lockstep.data.loader import EpochBatches
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rank_status import StatusSummary
+from lockstep.model.forward import require_number
 from lockstep.model.loss_root import warn_of_denominator
 from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.script_loop.loop_watch import watch_loop
@@ -153,6 +154,7 @@ class ExactBatch:
             size = loop.current.microbatch.size
             warn_of_denominator(loop.step, loss, size, "batch.backward(loss)")
         if weight is not None:
+            require_number(f"{loop.place}: weight= of batch.backward", weight)
             share = float(weight)
             self._steps.weights.given[index] = share
         if weight == 0:  # such as a mean over no tokens, which is not a number
@@ -184,6 +186,10 @@ class ExactBatch:
                 raise UsageError(f"{loop.place}: with together=True, batch.log takes no weight")
             self._samples.log(name, value)
             return
+        for number in (value, 1 if weight is None else weight):
+            require_number(
+                f"{loop.place}: the value of batch.log({name!r}, ...), or its weight,", number
+            )
         given = value.detach() if isinstance(value, torch.Tensor) else value
         loop.current.metrics[name] = given if weight is None else (given, weight)
 
