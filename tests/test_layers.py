@@ -11,6 +11,7 @@ from dev.house import House, find_imported_modules
 LAYERS = [
     {"kernel"},
     {
+        "call_checks",
         "errors",
         "files",
         "foreign_messages",

@@ -6,16 +6,18 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import Any, SupportsFloat
 
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lockstep.call_checks import check_call
 from lockstep.data.epoch_order import epoch_permutation
 from lockstep.kernel.errors import DatasetError
 
 __all__ = ["partition", "partition_sizes"]
 
 
+@check_call("ls.partition")
 def partition(
     dataset: Dataset[Any], fractions: Sequence[float], seed: int = 0
 ) -> list[Subset[Any]]:
@@ -55,10 +57,10 @@ def partition_sizes(total: int, fractions: Sequence[float]) -> list[int]:
         DatasetError: The fractions are empty, not finite, negative, or do not sum to 1 within
             1e-6.
     """
-    if not fractions:
+    if not len(fractions):
         raise DatasetError("cannot partition a dataset without fractions; pass at least one")
     for fraction in fractions:
-        if not math.isfinite(fraction) or fraction < 0:
+        if not isinstance(fraction, SupportsFloat) or not 0 <= fraction < math.inf:
             raise DatasetError(
                 f"a dataset cannot be partitioned by {fraction}; pass fractions between 0 and 1"
             )

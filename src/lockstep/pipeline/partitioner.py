@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.call_checks import check_kinds, read_kinds
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.microbatch import Microbatch
 from lockstep.kernel.errors import LayoutError
@@ -66,6 +67,10 @@ class PipelineConfig:
     blocks: Blocks = None
     balance: Sequence[int] | None = None
     stages_per_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the kinds of the values."""
+        check_kinds("ls.PipelineConfig", read_kinds(type(self).__annotations__), vars(self))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,14 @@
-"""Errors for wrong calls of a trainer; each names the correct call."""
+"""Errors for wrong calls of a trainer or a handle; each names the correct call."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from difflib import get_close_matches
-from functools import wraps
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from lockstep.kernel.errors import UsageError
+from lockstep.call_checks import check_call
+from lockstep.data.dataloader import EvaluationOptions
 
-__all__ = ["explain_calls"]
+__all__ = ["ARGUMENTS", "explain_calls", "explain_methods"]
 
 Class = TypeVar("Class")
 
@@ -28,12 +26,15 @@ CALLS = {
     "DataLoader: write `trainer.evaluate(dataset, batch_size)`",
     "predict": "trainer.predict takes a dataset and the batch size over all ranks, or a "
     "DataLoader: write `trainer.predict(dataset, batch_size)`",
+    "load_state_dict": "",
+    "resume": "",
+    "save_weights": "",
 }
-"""The messages for wrong arguments, by method."""
+"""The messages for wrong arguments, by method; "" for one that names the argument."""
 
 ARGUMENTS = {
     "accumulation_steps": "microbatches=, which are computed one after the other",
-    "batch_size": "trainer.batches(dataset, batch_size)",
+    "batch_size": "batches(dataset, batch_size)",
     "criterion": "the second argument, the loss",
     "epochs": "a loop: for epoch in range(epochs)",
     "grad_clip": "max_grad_norm=",
@@ -42,7 +43,7 @@ ARGUMENTS = {
     "precision": "autocast_dtype=torch.bfloat16",
     "stages": "pipeline=ls.PipelineConfig(stages=2)",
 }
-"""The correct argument of Trainer, by the name of an argument in other libraries."""
+"""The correct argument of Trainer or `ls.exact`, by the name of an argument in other libraries."""
 
 
 def explain_calls(trainer: type[Class]) -> type[Class]:
@@ -50,39 +51,19 @@ def explain_calls(trainer: type[Class]) -> type[Class]:
 
     Signatures and types stay as they are. Wrong arguments raise UsageError instead of TypeError.
     """
-    for name, sentence in CALLS.items():
-        setattr(trainer, name, _explain_arguments(getattr(trainer, name), sentence))
-    setattr(trainer, "__init__", _explain_construction(trainer))  # noqa: B010
+    explain_methods(trainer, "trainer", CALLS)
+    setattr(trainer, "__init__", check_call("ls.Trainer", hints=ARGUMENTS)(trainer.__init__))  # noqa: B010
     return trainer
 
 
-def _explain_arguments(method: Callable[..., Any], sentence: str) -> Callable[..., Any]:
-    @wraps(method)
-    def call(*args: Any, **options: Any) -> Any:
-        try:
-            return method(*args, **options)
-        except TypeError as error:
-            traceback = error.__traceback__
-            if traceback is not None and traceback.tb_next is None:  # raised by the call
-                raise UsageError(sentence) from None
-            raise
+def explain_methods(handle: type[Any], name: str, calls: Mapping[str, str]) -> None:
+    """Check the arguments of methods.
 
-    return call
-
-
-def _explain_construction(trainer: type[Any]) -> Callable[..., None]:
-    construct: Callable[..., None] = trainer.__init__
-    known = list(inspect.signature(construct).parameters)[1:]
-
-    @wraps(construct)
-    def call(self: object, *args: Any, **options: Any) -> None:
-        for name in options.keys() - set(known):
-            close = get_close_matches(name, known, 1)
-            hint = ARGUMENTS.get(name) or (f"{close[0]}=" if close else "")
-            raise UsageError(
-                f"ls.Trainer has no argument {name}"
-                + (f": write {hint}" if hint else f"; its arguments are {', '.join(known)}")
-            )
-        construct(self, *args, **options)
-
-    return call
+    Args:
+        handle: The class.
+        name: The name of its instances, for messages.
+        calls: The methods, each with the message for arguments that it does not have.
+    """
+    for method, sentence in calls.items():
+        check = check_call(f"{name}.{method}", sentence, options=EvaluationOptions.__annotations__)
+        setattr(handle, method, check(getattr(handle, method)))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.call_checks import check_kinds, read_kinds
 from lockstep.kernel.errors import UsageError
 
 __all__ = [
@@ -64,6 +65,10 @@ class OptimizerConfig:
     scheduler_interval: Literal["step", "epoch", "manual"] | None = None
     parameters: Callable[[str, nn.Parameter], bool] | None = None
     restore_schedule: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the kinds of the values."""
+        check_kinds("ls.OptimizerConfig", read_kinds(type(self).__annotations__), vars(self))
 
 
 def list_configs(
@@ -146,10 +151,11 @@ def _make_optimizer(
     """Call the factory of an optimizer, and check what it returns."""
     factory = config.factory
     interval = config.scheduler_interval
-    if isinstance(factory, Optimizer) or not callable(factory):
+    if isinstance(factory, (Optimizer, nn.Module)) or not callable(factory):
         raise UsageError(
             "pass a factory of the optimizer, such as partial(torch.optim.SGD, lr=0.1), not an "
             f"object of type {type(factory).__name__}"
+            + ("; the order is model, loss, optimizer" if isinstance(factory, nn.Module) else "")
         )
     if interval not in ("step", "epoch", "manual", None):
         raise UsageError(
@@ -210,7 +216,13 @@ def _grouped(
         return [parameter for _, parameter in parameters]
     grouped: list[dict[str, Any]] = []
     for name, parameter in parameters:
-        options = dict(groups(name, parameter))
+        try:
+            options = dict(groups(name, parameter))
+        except TypeError as error:
+            raise UsageError(
+                f"parameter_groups failed for {name}: {error}; it takes a parameter's name and the "
+                "parameter, and returns options, such as {'weight_decay': 0.0}, or {}"
+            ) from error
         for group in grouped:
             if {key: value for key, value in group.items() if key != "params"} == options:
                 group["params"].append(parameter)

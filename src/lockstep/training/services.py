@@ -21,7 +21,10 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.parallel_context import ParallelContext
 
-__all__ = ["EngineParts", "Services"]
+__all__ = ["EngineParts", "SavedState", "Services"]
+
+SavedState = Mapping[str, Any]
+"""What a `state_dict()` returned."""
 
 
 class EngineParts(Protocol):
@@ -225,7 +228,7 @@ class Services:
         self.engine.state.publish_edits()
         return copy.deepcopy(self.engine.state.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Load what `state_dict` returned in this or another layout; call it on every rank.
 
         The tensors of `state` are copied, so it can be loaded again later.

@@ -150,6 +150,8 @@ class Trainer(Services):
         audit: AuditConfig | bool = True,
     ) -> None:
         here = require_world()
+        microbatches = int(microbatches)  # perhaps numpy's, which has other methods
+        seed = int(seed)
         optimizers = list_configs(optimizer)
         pipeline = pipeline or PipelineConfig()
         auditing = read_audit(audit)

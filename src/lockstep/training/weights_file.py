@@ -23,6 +23,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from lockstep.call_checks import check_call
 from lockstep.checkpoint.tensor_file import sort_tensors, write_tensors
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.files import replace_file
@@ -188,6 +189,7 @@ def _write_on_rank0(
 
 
 @torch.no_grad()
+@check_call("ls.load_weights")
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Load safetensors into a model, also into one that torch's `fully_shard` has divided.
 

@@ -8,11 +8,13 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
+from lockstep.call_checks import check_call
 from lockstep.checkpoint.stop_request import Finish, stopping
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.data.repeated_epoch import describe_repetition
 from lockstep.training.resume.resumable_run import ResumableRun
+from lockstep.training.services import SavedState
 
 __all__ = ["Epoch"]
 
@@ -94,7 +96,8 @@ class Epoch:
         """Return the position in the epoch as JSON values, valid for any layout."""
         return self.batches.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    @check_call("batches.load_state_dict")
+    def load_state_dict(self, state: SavedState) -> None:
         """Resume the next iteration from a saved position, in its epoch if none was given."""
         if not self._is_given:
             self.batches.epoch = state["epoch"]

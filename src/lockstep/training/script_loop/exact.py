@@ -36,7 +36,7 @@ from lockstep.model.target_weights import infer_weight_function
 from lockstep.training.script_loop.exact_batch import ExactBatch, ExactBatches
 from lockstep.training.script_loop.flat_loop import FlatLoop
 from lockstep.training.script_loop.script_steps import ScriptSteps
-from lockstep.training.services import EngineParts, Services
+from lockstep.training.services import EngineParts, SavedState, Services
 
 __all__ = ["Exact"]
 
@@ -361,7 +361,7 @@ class Exact(Services):
     def _has_optimizers(self) -> bool:
         return bool(self.engine.options.has_optimizers)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Continue at a position; the next iteration over the sampler begins there.
 
         Raises:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
+from lockstep.call_checks import check_call
 from lockstep.checkpoint.save_schedule import CheckpointConfig, Stateful, read_checkpoint_argument
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.compiled_wrapper import unwrap
@@ -53,6 +54,7 @@ from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.sharded_tensors import is_sharded
+from lockstep.training.call_hints import ARGUMENTS, explain_methods
 from lockstep.training.engine import Engine, EngineOptions
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
@@ -111,6 +113,23 @@ class Given:
         return cls(model, wrapper, inner, module, mesh)
 
 
+CALLS = (
+    "batches",
+    "clip_grad_norm_",
+    "evaluate",
+    "load_state_dict",
+    "predict",
+    "resume",
+    "sampler",
+    "save_weights",
+    "use",
+)
+"""The methods whose arguments are checked."""
+
+explain_methods(Exact, "exact", dict.fromkeys(CALLS, ""))
+
+
+@check_call("ls.exact", hints=ARGUMENTS)
 def exact(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | int | None = None,
@@ -158,8 +177,9 @@ def exact(
         seed = seed if microbatches is None else microbatches
         microbatches = optimizer
         optimizer = None
-    if microbatches is None:
-        microbatches = 8
+    microbatches = 8 if microbatches is None else int(microbatches)
+    seed = int(seed)
+    _require_model(model, optimizer)
     require_world(keeps_threads=True)
     wrap_collective_calls()
     given = Given.of(model)
@@ -219,6 +239,20 @@ def exact(
     return handle
 
 
+def _require_model(model: Any, optimizer: Any) -> None:
+    """Raise UsageError unless the model is one that can be trained."""
+    if not isinstance(model, nn.Module):
+        advice = "make one of the class, or a single one of several"
+        if isinstance(optimizer, nn.Module):
+            advice = "the model comes first: write ls.exact(model, optimizer)"
+        raise UsageError(
+            f"ls.exact takes an instance of torch.nn.Module as model, not {type(model).__name__}: "
+            f"{advice}"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError("ls.exact got a model without trainable parameters")
+
+
 def _list(given: Any) -> list[Any]:
     if given is None:
         return []
@@ -265,8 +299,6 @@ def _reject(given: Given, parallel: ParallelContext) -> None:
         pipeline, is_shared = session.options(module, PipelineConfig())
         if pipeline.stages > 1 or is_shared:
             raise LayoutError("ls.exact trains whole models, without stages or shared parameters")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise UsageError("ls.exact got a model without trainable parameters")
     if module in _attached:
         raise UsageError(
             "ls.exact was called before with this model: use the handle it returned, or the "

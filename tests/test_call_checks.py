@@ -1,0 +1,150 @@
+"""Wrong arguments of public functions: each raises one sentence that names the argument."""
+
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.errors import UsageError
+
+LOSS = nn.CrossEntropyLoss()
+ROWS = TensorDataset(torch.randn(8, 6), torch.arange(8) % 3)
+SGD = partial(torch.optim.SGD, lr=0.1)
+LAYER = nn.Linear(6, 3)
+OPTIMIZER = SGD(LAYER.parameters())
+
+WHOLE = "expected a whole number (int64)"
+STATE = "load_state_dict(state=<dict>): expected what state_dict() returned"
+FLAG = "expected True or False"
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+def train(loss=LOSS, optimizer=SGD, **options):
+    trainer = ls.Trainer(nn.Linear(6, 3), loss, optimizer, loggers=(), progress=False, **options)
+    trainer.step(ROWS.tensors)
+    return trainer
+
+
+def make_exact(**options):
+    model = nn.Linear(6, 3)
+    optimizer = SGD(model.parameters())
+    return ls.exact(model, optimizer, loggers=(), progress=False, **options)
+
+
+def loop(compute=None, **options):
+    handle = make_exact()
+    for batch in handle.batches(ROWS, **{"batch_size": 8} | options):
+        for inputs, targets in batch:
+            loss = cross_entropy(handle.model(inputs), targets)
+            (compute or type(batch).backward)(batch, loss)
+    return handle
+
+
+def log(value):
+    return lambda: loop(lambda batch, loss: batch.log("a", value))
+
+
+def weigh(weight):
+    return lambda: loop(lambda batch, loss: batch.backward(loss, weight=weight))
+
+
+def group(function):
+    return lambda: train(optimizer=ls.OptimizerConfig(SGD, parameter_groups=function))
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: ls.exact(OPTIMIZER, LAYER), "not SGD: the model comes first: write ls.exact(mo"),
+        (lambda: ls.exact(nn.Linear, OPTIMIZER), "as model, not type: make one of the class"),
+        (lambda: ls.exact(None), "ls.exact takes an instance of torch.nn.Module as model, not Non"),
+        (lambda: ls.exact([LAYER, LAYER]), "as model, not list: "),
+        (lambda: ls.exact(nn.ReLU()), "ls.exact got a model without trainable parameters"),
+        (lambda: ls.exact(LAYER, micro_batches=8), "has no argument micro_batches: write microbat"),
+        (lambda: ls.exact(LAYER, foo=8), "ls.exact has no argument foo; its arguments are model, "),
+        (lambda: ls.exact(), "ls.exact: missing a required argument: 'model'"),
+        (lambda: make_exact(microbatches="8"), f"ls.exact(microbatches='8'): {WHOLE}, or None"),
+        (lambda: make_exact(microbatches=8.0), f"ls.exact(microbatches=8.0): {WHOLE}"),
+        (lambda: make_exact(seed="a"), f"ls.exact(seed='a'): {WHOLE}"),
+        (lambda: make_exact().use(5), "exact.use(source=5): expected a sampler of ls.exact, or a"),
+        (lambda: make_exact().save_weights(None), "exact.save_weights(path=None): expected a str"),
+        (lambda: make_exact().load_state_dict({}), f"exact.{STATE}"),
+        (lambda: make_exact().batches(), "exact.batches: missing a required argument: 'dataset'"),
+        (lambda: loop().clip_grad_norm_(None), "clip_grad_norm_(max_norm=None): expected a number"),
+        (lambda: loop(epoch=1.5), f"exact.batches(epoch=1.5): {WHOLE}, or None"),
+        (lambda: loop(epoch="1"), f"exact.batches(epoch='1'): {WHOLE}"),
+        (lambda: loop(epoch=-1), "epoch=-1: epochs are counted from 0"),
+        (lambda: loop(seed=2**70), "exact.batches(seed=1180591620717411303424): expected a whole"),
+        (lambda: loop(shuffle="no"), f"exact.batches(shuffle='no'): {FLAG}"),
+        (lambda: loop(drop_last="yes"), f"exact.batches(drop_last='yes'): {FLAG}"),
+        (lambda: loop(sampler=5), "exact.batches(sampler=5): expected an iterable, or None"),
+        (lambda: loop(sampler=[1], shuffle=True), "the sampler decides the order: omit shuffle="),
+        (lambda: loop(batch_sampler=[1, 2], batch_size=None), "yielded 1, but a batch must be a l"),
+        (weigh("a"), "micro-batch 0: weight= of batch.backward must be one number, not of type s"),
+        (weigh(torch.ones(3)), "weight= of batch.backward must be one number, not (3,) float32"),
+        (log("x"), "the value of batch.log('a', ...), or its weight, must be one number, not of"),
+        (log(torch.ones(3)), "must be one number, not (3,) float32"),
+        (lambda: train(SGD, LOSS), "not an object of type CrossEntropyLoss; the order is model, "),
+        (lambda: train("ce"), "ls.Trainer(loss='ce'): expected a function, or None"),
+        (lambda: ls.Trainer(LAYER, LOSS), "ls.Trainer: missing a required argument: 'optimizer'"),
+        (lambda: train(microbatches="8"), f"ls.Trainer(microbatches='8'): {WHOLE}"),
+        (lambda: train(microbatches=8.0), f"ls.Trainer(microbatches=8.0): {WHOLE}"),
+        (lambda: train(microbatches=True), f"ls.Trainer(microbatches=True): {WHOLE}"),
+        (lambda: train(seed=None), f"ls.Trainer(seed=None): {WHOLE}"),
+        (lambda: train(seed=1.5), f"ls.Trainer(seed=1.5): {WHOLE}"),
+        (lambda: train(max_grad_norm="1"), "(max_grad_norm='1'): expected a number, or None"),
+        (lambda: train(max_grad_norm=True), "(max_grad_norm=True): expected a number"),
+        (lambda: train(ema_decay="a"), "ls.Trainer(ema_decay='a'): expected a number, or None"),
+        (lambda: train(metrics=[ls.accuracy]), "metrics=<list>): expected a dict of values by na"),
+        (lambda: train(metrics={"a": lambda *_: "x"}), "the metric a must be one number, not of"),
+        (lambda: train(metrics={"a": lambda *_: None}), "must be one number, not of type NoneTyp"),
+        (lambda: train(metrics={"a": lambda o, _: o}), "metric a must be one number, not (1, 3)"),
+        (lambda: train(extra_modules=LAYER), "(extra_modules=<Linear>): expected a list"),
+        (lambda: train(pipeline=2), "(pipeline=2): expected an ls.PipelineConfig, or None"),
+        (lambda: train(activation_checkpointing="x"), f"activation_checkpointing='x'): {FLAG}"),
+        (lambda: ls.Trainer(LAYER, LOSS, SGD, progress="x"), f"(progress='x'): {FLAG}, or None"),
+        (lambda: ls.Trainer(LAYER, LOSS, SGD, loggers=5), "(loggers=5): expected a folder or a "),
+        (lambda: train().load_state_dict({}), f"trainer.{STATE}"),
+        (lambda: train().batches(ROWS, 8).load_state_dict({}), f"batches.{STATE}"),
+        (lambda: train().evaluate(ROWS, 8, num_workers="1"), f"num_workers='1'): {WHOLE}"),
+        (lambda: ls.PipelineConfig(stages="2"), f"ls.PipelineConfig(stages='2'): {WHOLE}"),
+        (
+            lambda: ls.OptimizerConfig(SGD, scheduler=StepLR(OPTIMIZER, 1)),
+            "ls.OptimizerConfig(scheduler=<StepLR>): expected a function of the optimizer, such as",
+        ),
+        (group([{}]), "(parameter_groups=<list>): expected a function of a parameter's name"),
+        (group(lambda name, parameter: None), "parameter_groups failed for weight: 'NoneType'"),
+        (group(lambda name: {}), "parameter_groups failed for weight: "),
+        (lambda: ls.partition(ROWS, "a"), "ls.partition(fractions='a'): expected a list"),
+        (lambda: ls.partition(ROWS, ["a"]), "cannot be partitioned by a; pass fractions between"),
+        (lambda: ls.partition(ROWS, [1.0], seed="x"), f"ls.partition(seed='x'): {WHOLE}"),
+        (lambda: ls.load_weights("a", LAYER), "(path=<Linear>): expected a string, or a path"),
+    ],
+)
+def test_a_wrong_argument_is_named(call, sentence):
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        call()
+
+
+def test_what_acts_like_a_number_is_accepted():
+    train(
+        microbatches=np.int64(4),
+        seed=torch.tensor(3),
+        max_grad_norm=torch.tensor([1.0]),
+        ema_decay=np.float32(0.5),
+        activation_checkpointing=np.False_,
+        metrics={"one": lambda *_: np.float64(1), "flag": lambda *_: True},
+        extra_modules=nn.ModuleList(),
+    )
+    loop(shuffle=0, drop_last=None, sampler=range(8), seed=np.int32(3), epoch=np.int64(2))
+    loop(batch_size=np.int64(8))
+    weigh(torch.tensor([2.0]))()
+    assert [len(part) for part in ls.partition(ROWS, np.array([0.5, 0.5]))] == [4, 4]
