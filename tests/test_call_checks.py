@@ -64,10 +64,11 @@ def group(function):
     ("call", "sentence"),
     [
         (lambda: ls.exact(OPTIMIZER, LAYER), "not SGD: the model comes first: write ls.exact(mo"),
-        (lambda: ls.exact(nn.Linear, OPTIMIZER), "as model, not type: make one of the class"),
+        (lambda: ls.exact(nn.Linear, OPTIMIZER), "as model, not type: create the model fi"),
         (lambda: ls.exact(None), "ls.exact takes an instance of torch.nn.Module as model, not Non"),
         (lambda: ls.exact([LAYER, LAYER]), "as model, not list: "),
         (lambda: ls.exact(nn.ReLU()), "ls.exact got a model without trainable parameters"),
+        (lambda: ls.exact(LAYER, True), "ls.exact got a bool as optimizer: pass the object"),
         (lambda: ls.exact(LAYER, micro_batches=8), "has no argument micro_batches: write microbat"),
         (lambda: ls.exact(LAYER, foo=8), "ls.exact has no argument foo; its arguments are model, "),
         (lambda: ls.exact(), "ls.exact: missing a required argument: 'model'"),

@@ -173,7 +173,8 @@ def exact(
         LayoutError: There are more ranks than micro-batches.
         DisagreementError: The arguments or the models differ between ranks.
     """
-    if isinstance(optimizer, int):  # exact(model, microbatches, seed)
+    # exact(model, microbatches, seed)
+    if isinstance(optimizer, int) and not isinstance(optimizer, bool):
         seed = seed if microbatches is None else microbatches
         microbatches = optimizer
         optimizer = None
@@ -242,7 +243,7 @@ def exact(
 def _require_model(model: Any, optimizer: Any) -> None:
     """Raise UsageError unless the model is one that can be trained."""
     if not isinstance(model, nn.Module):
-        advice = "make one of the class, or a single one of several"
+        advice = "create the model first, and pass one model per call"
         if isinstance(optimizer, nn.Module):
             advice = "the model comes first: write ls.exact(model, optimizer)"
         raise UsageError(
