@@ -903,6 +903,10 @@ def disagree(kind):
     """Train with one thing that differs between the ranks."""
     rank = dist.get_rank()
     model = network()
+    if kind == "setting" and rank:
+        model[3].p = 0.5
+    if kind == "module" and rank:
+        model[2] = nn.ReLU()
     called = DistributedDataParallel(model)
     if kind == "hook":
         called.register_comm_hook(None, lambda state, bucket: None)
@@ -923,6 +927,8 @@ def disagree(kind):
     ("kind", "said"),
     [
         ("microbatches", "microbatches"),
+        ("setting", r"rank 1: model\.3 \(Dropout\)\.p is 0\.5, on rank 0 it is 0\.3; "),
+        ("module", r"rank 1: model\.2 is torch.*\.ReLU, on rank 0 it is torch.*\.GELU; "),
         ("batch_size", "the training data is dataset of 16, batch_size=16"),
         ("epoch", "rank 1: the epoch is 1, on rank 0 it is 0"),
         ("hook", "a communication hook: leave it out"),

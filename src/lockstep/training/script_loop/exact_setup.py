@@ -44,6 +44,7 @@ from lockstep.model.buffer_exchange import GroupExchange
 from lockstep.model.collective_calls import wrap_collective_calls
 from lockstep.model.description import (
     describe_arithmetic,
+    describe_module,
     describe_optimizer,
     describe_tensors,
 )
@@ -352,8 +353,7 @@ def _warn_of_threads(parallel: ParallelContext) -> None:
 
 
 def _compare(given: Given, parallel: ParallelContext, seed: int) -> dict[str, str]:
-    """Compare the arguments and the model on all ranks; return their description."""
-    description = describe_tensors("model", given.module)
+    """Compare the arguments and the model on all ranks; return what a checkpoint says of it."""
     if parallel.replicas > 1:
         settings = {
             "microbatches": f"{parallel.microbatches}",
@@ -363,11 +363,12 @@ def _compare(given: Given, parallel: ParallelContext, seed: int) -> dict[str, st
             settings["intra-op threads"] = f"{parallel.threads}"
         verify_across_ranks(
             "the model of ls.exact",
-            settings | describe_arithmetic() | description,
+            settings | describe_arithmetic() | describe_module("model", given.module),
             "pass the same arguments and the same model to ls.exact on every rank",
             parallel.group,
         )
-    return description
+    # Without the types of modules, which `fully_shard` replaces.
+    return describe_tensors("model", given.module)
 
 
 # --- the optimizers -------------------------------------------------------------------------
