@@ -543,6 +543,19 @@ def test_a_schedule_that_has_ended():
 
 
 @pytest.mark.usefixtures("world_of_one")
+def test_a_scheduler_that_no_checkpoint_contains(tmp_path):
+    """It began again when the run was resumed."""
+    trainer = trainer_of(SGD, checkpoint=ls.CheckpointConfig(folder=tmp_path), loggers=[])
+    schedulers.ExponentialLR(trainer.optimizer, 0.9)
+    with pytest.raises(UsageError, match=r"scheduler of the SGD .* would begin again when"):
+        trainer.step(batch(0))
+    trainer.finish("failed")
+    trainer = trainer_of(SGD)
+    schedulers.ExponentialLR(trainer.optimizer, 0.9)
+    trainer.step(batch(0))
+
+
+@pytest.mark.usefixtures("world_of_one")
 def test_a_rate_of_the_script_instead_of_the_saved_one():
     trainer = trainer_of(ls.OptimizerConfig(SGD))
     trainer.step(batch(0))

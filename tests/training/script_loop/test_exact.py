@@ -763,7 +763,7 @@ def test_two_schedulers_of_an_optimizer_are_refused():
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("a learning-rate scheduler of the SGD that ls.exact does not know", "scheduler"),
+        ("a learning-rate scheduler of the SGD that no checkpoint contains", "scheduler"),
         ("a GradScaler that ls.exact does not know", "stateful"),
     ],
 )

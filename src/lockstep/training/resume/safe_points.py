@@ -91,6 +91,7 @@ class SafePoints(StepHook):
             return
         if self.is_logged:
             self._require_positions()
+            self._require_known_schedulers()
             if epoch is not None:
                 self._require_same_parameters()
         if self._checkpoints is not None:
@@ -170,6 +171,23 @@ class SafePoints(StepHook):
                     "checkpoint contains: train it on the batches of the trainer that has "
                     "checkpoint=, by use(batch) of ls.exact or step(batch) of ls.Trainer, or end "
                     "its loop in the body of the other one"
+                )
+
+    def _require_known_schedulers(self) -> None:
+        """Raise UsageError if an optimizer has a scheduler that no checkpoint contains."""
+        for schedule in self._position.state.optimization.schedules:
+            optimizer = schedule.optimizer
+            # torch marks the step of an optimizer when a scheduler is made for it.
+            has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+            if not has_scheduler or schedule.scheduler is not None:
+                continue
+            # Not by `getattr`, for which a trainer may raise UsageError.
+            registered = [getattr(o, "__dict__", {}) for o in self._position.stateful.values()]
+            if not any(own.get("optimizer") is optimizer for own in registered):
+                raise UsageError(
+                    f"a learning-rate scheduler of the {type(optimizer).__name__} that no "
+                    "checkpoint contains would begin again when the run is continued: pass it as "
+                    "scheduler= to ls.exact, or a function that makes it to ls.OptimizerConfig"
                 )
 
     def _require_same_parameters(self) -> None:

@@ -225,7 +225,7 @@ def exact(
         parameters=setup.executor.parameters,
         sample=gradients.sample if isinstance(gradients, ShardedGradients) else None,
         wrapper=given.wrapper,
-        follow=partial(_follow, optimization, ranks, saved),
+        follow=partial(_follow, optimization, ranks, may_add=saved is None),
         saved=saved,
     )
     shards = None if given.mesh is None else given.mesh.shards
@@ -424,30 +424,19 @@ def _take_optimizer(optimizer: Optimizer, scheduler: Any = None) -> LearningRate
 
 
 def _follow(
-    optimization: Optimization, shards: int, saved: Sequence[Any] | None, optimizer: Optimizer
+    optimization: Optimization, shards: int, optimizer: Optimizer, *, may_add: bool
 ) -> None:
     """Take part in the steps of an optimizer that steps for the first time.
 
     Args:
         optimization: The known optimizers.
         shards: The number of ranks that share the model, or 0.
-        saved: The registered objects of a run that may be continued; None: it may not.
         optimizer: The optimizer.
+        may_add: Whether it may be one that is not known: no other process continues the run.
     """
     if optimizer in optimization.optimizers:
-        number = optimization.optimizers.index(optimizer)
-        own = [optimization.schedules[number].scheduler, *(saved or [])]
-        # torch marks the step of an optimizer when a scheduler is made for it.
-        has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        is_known = any(getattr(scheduler, "optimizer", None) is optimizer for scheduler in own)
-        if saved is not None and has_scheduler and not is_known:
-            raise UsageError(
-                f"a learning-rate scheduler of the {type(optimizer).__name__} that ls.exact does "
-                "not know would begin again when the run is continued: pass it, as in "
-                "ls.exact(model, optimizer, scheduler=scheduler)"
-            )
         return
-    if saved is not None:
+    if not may_add:
         raise UsageError(
             f"a {type(optimizer).__name__} that ls.exact does not know steps the model, and would "
             "be missing in checkpoints: pass all optimizers, as in ls.exact(model, [first, second])"
