@@ -760,6 +760,15 @@ def test_two_schedulers_of_an_optimizer_are_refused():
 
 
 @pytest.mark.usefixtures("world_of_one")
+def test_an_optimizer_of_another_model_is_refused():
+    model = nn.Linear(2, 2)
+    own = SGD(model.parameters())
+    other = torch.optim.AdamW(copy.deepcopy(model).parameters())
+    with pytest.raises(UsageError, match="got a AdamW without any parameter of the model"):
+        ls.exact(model, [own, other])
+
+
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("name", "known"),
     [

@@ -393,6 +393,13 @@ def _take_optimizers(
     for optimizer in optimizers:
         own = [one for one in schedulers if getattr(one, "optimizer", None) is optimizer]
         schedules.append(_take_optimizer(optimizer, next(iter(own), None)))
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if {*stepped}.isdisjoint(module.parameters()):
+            raise UsageError(
+                f"ls.exact got a {type(optimizer).__name__} without any parameter of the model: "
+                "make the optimizer from model.parameters(), and pass that of another model to the "
+                "handle of the other model"
+            )
     known = [schedule.scheduler for schedule in schedules]
     for scheduler in schedulers:
         if scheduler in known:
