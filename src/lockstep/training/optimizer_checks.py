@@ -47,10 +47,13 @@ ELEMENTWISE = (
 )  # fmt: skip
 """The optimizers of torch that treat each element of a parameter by itself."""
 
-STEPS = 60
-"""Steps before and after the state dict is read: enough for slow weights that move every 50."""
+STEPS = 61
+"""Steps before and after the state dict is read: enough for slow weights that move every 50.
 
-FEW_STEPS = 10
+A prime number, which finds counters of shorter periods.
+"""
+
+FEW_STEPS = 11
 """The same with whole parameters, each of which may have hundreds of megabytes of gradients."""
 
 SMALL = 4  # elements per dimension of a small parameter
@@ -156,7 +159,7 @@ def require_complete_state(
     A step that raises on every copy is left to the first real step, which raises the same error.
 
     Args:
-        optimizer: An optimizer that has not stepped.
+        optimizer: The optimizer, of which copies step.
         names: The names of the model's parameters.
         sparse: The parameters whose gradients are sparse.
         device: The device of the parameters.
@@ -166,7 +169,7 @@ def require_complete_state(
     kind = type(optimizer).__name__
     advice = (
         "keep every value that a step changes in optimizer.state[parameter] or in param_groups; "
-        "for several optimizers pass a list of ls.OptimizerConfig to the trainer"
+        "pass several optimizers as a list"
     )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     originals = {names.get(parameter, str(n)): parameter for n, parameter in enumerate(parameters)}

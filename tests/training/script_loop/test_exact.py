@@ -768,6 +768,26 @@ def test_an_optimizer_of_another_model_is_refused():
         ls.exact(model, [own, other])
 
 
+class Counting(torch.optim.SGD):
+    """Divides its rate by a number that no state has."""
+
+    count = 0
+
+    def step(self, closure=None):
+        Counting.count += 1
+        self.param_groups[0]["lr"] = 0.1 / Counting.count
+        super().step(closure)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_an_optimizer_with_a_hidden_counter_cannot_be_resumed(tmp_path):
+    model = nn.Linear(2, 2)
+    saving = ls.CheckpointConfig(folder=tmp_path)
+    with pytest.raises(UsageError, match="Counting changes a value, which its state_dict"):
+        ls.exact(model, Counting(model.parameters()), checkpoint=saving)
+    ls.exact(model, Counting(model.parameters()))
+
+
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("name", "known"),

@@ -63,6 +63,7 @@ from lockstep.training.model_setup import ModelSetup
 from lockstep.training.one_pass.one_pass import can_join
 from lockstep.training.one_pass.script_passes import ScriptPasses
 from lockstep.training.optimization import Optimization
+from lockstep.training.optimizer_checks import require_complete_state
 from lockstep.training.optimizer_config import OptimizerConfig, reject_broken_fused
 from lockstep.training.parallel_setup import find_replica_hosts
 from lockstep.training.run_record import LoggerLike
@@ -200,6 +201,12 @@ def exact(
     setup, gradients = _set_up(given, parallel, optimization, description, seed)
     objects = CheckpointConfig(stateful=stateful or {}).stateful  # checked
     config = _read_checkpoint(checkpoint, objects, optimizers)
+    saved: list[Any] | None = None  # what is registered with a run that may be continued
+    if _may_be_continued(config):
+        saved = [*(objects if config is None else config.stateful).values()]
+        sparse = sparse_weights(given.module.modules())
+        for one in optimizers:
+            require_complete_state(one, optimization.names, sparse, parallel.device)
     update = ScriptUpdate()
     weights = GivenWeights()
     options = EngineOptions(
@@ -215,9 +222,6 @@ def exact(
         has_optimizers=bool(optimizers),
     )
     engine = Engine(setup, parallel, options, update)
-    saved: list[Any] | None = None  # what is registered with a run that may be continued
-    if _may_be_continued(config):
-        saved = [*(objects if config is None else config.stateful).values()]
     steps = ScriptSteps(
         engine.steps,
         update,
