@@ -610,6 +610,12 @@ def has_two_final_backwards(loop):
             batch.backward(loss)
 
 
+def has_two_factors(loop):
+    for batch in loop.exact.batches(rows(16), 8):
+        for inputs, _ in batch:
+            batch.backward(loop.model(inputs).mean(), share=0.5, weight=3.0)
+
+
 def reads_early(loop):
     for batch in loop.exact.batches(rows(16), 8):
         assert batch.loss
@@ -731,6 +737,7 @@ MISTAKES = {
     steps_after_leaving: "the loop was left before the last micro-batch of the batch",
     has_no_nested_backward: r"batch.backward\(loss\).* not called: write it instead of loss.backw",
     has_two_final_backwards: "a second backward of the micro-batch: add its losses and call",
+    has_two_factors: r"got share= and weight=.*: pass one of them",
     reads_early: "batch.loss is known after the loop over the batch",
     evaluates_inside: r"exact.evaluate\(\) was called in the middle of a batch",
     forgets_zero_grad: r"call optimizer.zero_grad\(\) once per batch",

@@ -125,7 +125,8 @@ class ExactBatch:
 
         Raises:
             LossError: The loss is not a scalar that depends on a trainable parameter.
-            UsageError: No micro-batch is being computed, or the last backward was final.
+            UsageError: No micro-batch is being computed, the last backward was final, or both
+                `share` and `weight` are given.
         """
         loop = self._loop
         if loop is None or loop.current is None:
@@ -139,6 +140,11 @@ class ExactBatch:
                 )
             self._samples.backward(loss)
             return
+        if share is not None and weight is not None:
+            raise UsageError(
+                f"{loop.place}: batch.backward(loss) got share= and weight=, which both say how "
+                "much a micro-batch counts: pass one of them"
+            )
         index = loop.current.microbatch.index
         scaled = None
         if scaler is not None:
