@@ -70,3 +70,15 @@ def test_steps_side_by_side_are_allowed(ranks):
     expected = ranks(take_beside, 1)[0]
     assert expected[2] == 3
     assert ranks(take_beside, 3) == [expected] * 3
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_parameter_of_two_handles_is_named():
+    first, optimizer, exact = make()
+    ls.exact(nn.Sequential(first, nn.Linear(2, 2)), 4)
+    batch = next(iter(exact.batches(DATA, 8)))
+    for inputs, targets in batch:
+        batch.backward(lose(first, inputs, targets))
+    with pytest.raises(UsageError, match="another handle has some of the same parameters"):
+        optimizer.step()
+    exact.finish("failed")

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,6 +49,12 @@ NOT_DIVIDED = (
     "so the gradients are those of this rank alone: iterate over exact.batches(dataset, "
     "batch_size), or over exact.microbatches(loader) with a DataLoader that has "
     "batch_sampler=exact.sampler(dataset, batch_size)"
+)
+
+SHARED = (
+    "optimizer.step() was called after a batch of one handle of ls.exact, and another handle has "
+    "some of the same parameters, whose gradients it has not added over the ranks: put both "
+    "models into one module, and train it with one handle"
 )
 
 DELAYED = (
@@ -353,6 +360,9 @@ class ScriptSteps:
             given = [p.grad for p in self._parameters if p.grad is not None]
             if any(_has_nonzero(local_part(gradient)) for gradient in given):
                 reason = DELAYED if self._is_delayed else NOT_DIVIDED
+                complete = [other._own for other in _handles if other.is_complete]
+                if not self.is_complete and not self._own.isdisjoint(chain(*complete)):
+                    reason = SHARED
                 raise UsageError(f"{self.place}: {reason}")
             return
         if optimizer not in self._known:
