@@ -170,3 +170,77 @@ def test_a_parameter_group_of_a_loop_s_body_is_refused_before_it_is_saved(tmp_pa
     with pytest.raises(UsageError, match="was called in the body of a loop over batches"):
         train_groups(tmp_path / "run", None, handles)
     handles[0].finish("failed")
+
+
+def follow(loop, other):
+    for batch in loop.batches():
+        loop.train(batch)
+        other.train(other.exact.use(batch))
+
+
+def step_a_trainer(loop, _):
+    trainer = ls.Trainer(
+        nn.Linear(4, 2), nn.CrossEntropyLoss(), torch.optim.SGD, microbatches=2, loggers=[]
+    )
+    for batch in loop.batches():
+        loop.train(batch)
+        trainer.step((torch.ones(8, 4), torch.zeros(8, dtype=torch.long)))
+
+
+def step_manually(loop, _):
+    other = nn.Linear(4, 2)
+    trainer = ls.Trainer(other, None, torch.optim.SGD, microbatches=2, loggers=[])
+    for batch in loop.batches():
+        loop.train(batch)
+        with trainer.manual_step() as step:
+            for inputs, targets in step.microbatches(batch.data):
+                step.backward(nn.functional.cross_entropy(other(inputs), targets))
+
+
+@pytest.mark.parametrize("train", [follow, step_a_trainer, step_manually])
+def test_a_step_of_another_training_that_a_resumed_run_would_lose_is_refused(tmp_path, train):
+    train(Loop(), Loop())
+    loop = Loop(tmp_path / "run")
+    with pytest.raises(UsageError, match="would begin again when the run is continued: register"):
+        train(loop, Loop())
+    loop.exact.finish("failed")
+
+
+def train_a_probe(loop, _):
+    for batch in loop.batches():
+        loop.train(batch)
+        probe = Loop()
+        for inner in probe.batches(batch.number):
+            probe.train(inner)
+
+
+def evaluate_only(loop, other):
+    for batch in loop.batches():
+        loop.train(batch)
+        other.exact.evaluate(DATA, 8, loss=nn.functional.cross_entropy)
+
+
+def train_between(loop, other):
+    for batch in loop.batches():
+        loop.train(batch)
+    for batch in other.batches():
+        other.train(batch)
+
+
+def train_after_the_end(loop, other):
+    iterator = iter(loop.batches())
+    loop.train(next(iterator))
+    loop.exact.finish()
+    for batch in other.batches():
+        other.train(batch)
+
+
+@pytest.mark.parametrize(
+    "train", [follow, train_a_probe, evaluate_only, train_between, train_after_the_end]
+)
+def test_another_training_that_loses_no_step_is_allowed(tmp_path, train):
+    other = Loop()
+    stateful = {"other": other.exact} if train is follow else {}
+    loop = Loop(tmp_path / "run", **stateful)
+    train(loop, other)
+    loop.exact.finish()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ from lockstep.training.resume.state_description import describe_all
 from lockstep.training.services import Services
 
 __all__ = ["SafePoints"]
+
+_all: weakref.WeakSet[SafePoints] = weakref.WeakSet()
+"""Those of all trainers of this process."""
 
 
 # It has many methods: one for each thing that may happen at a safe point.
@@ -70,6 +74,10 @@ class SafePoints(StepHook):
         self.is_logged = checkpoints is not None
         self._parameters = 0  # of the optimizer, at the beginning of the outermost loop
         self._after_call = ""  # what the script can change, after its latest call; "": not known
+        # The steps of trainers that are not saved, when the loop first saw them: one that is made
+        # and trained in a body need not outlive it.
+        self._unsaved = weakref.WeakKeyDictionary[SafePoints, int]()
+        _all.add(self)
 
     def reach(
         self, epoch: OpenEpoch | None = None, *, ask: bool = False, is_step: bool = False
@@ -94,6 +102,7 @@ class SafePoints(StepHook):
             self._require_known_schedulers()
             if epoch is not None:
                 self._require_same_parameters()
+                self._require_registered()
         if self._checkpoints is not None:
             self._save_if_wanted(self._checkpoints, ask)
         member = self._member
@@ -109,6 +118,7 @@ class SafePoints(StepHook):
     def enter(self) -> None:
         """Note that the script enters the outermost loop over batches."""
         self._parameters = len(self._position.state.optimization.parameters)
+        self._unsaved.clear()
 
     def note_call(self) -> None:
         """Note what the script can change, after a call outside of loops over batches."""
@@ -198,6 +208,22 @@ class SafePoints(StepHook):
                 "a resumed run does not repeat: call it between two epochs, or begin with all "
                 "groups, and give those that are trained later a learning rate of 0"
             )
+
+    def _require_registered(self) -> None:
+        """Raise UsageError if the body of the loop trains a model that no checkpoint contains."""
+        registered = self._position.stateful.values()
+        saved = [one.engine.run.safe_points for one in registered if isinstance(one, Services)]
+        for other in _all:
+            if other is self or other in saved or other._checkpoints is not None:
+                continue
+            steps = other._position.steps
+            if self._unsaved.setdefault(other, steps) != steps:
+                raise UsageError(
+                    "a trainer or handle of ls.exact that is trained in a loop over the batches of "
+                    "another one would begin again when the run is continued: register it there, "
+                    "as in ls.exact(model, optimizer, stateful={'other': other}) or "
+                    "CheckpointConfig(stateful={'other': other})"
+                )
 
     def _save_if_wanted(self, checkpoints: RunCheckpoints, ask: bool) -> None:
         if ask:
