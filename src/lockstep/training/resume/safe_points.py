@@ -32,6 +32,7 @@ from lockstep.training.resume.run_checkpoints import RunCheckpoints
 from lockstep.training.resume.script_log import OpenEpoch
 from lockstep.training.resume.script_position import ScriptPosition
 from lockstep.training.resume.state_description import describe_all
+from lockstep.training.script_loop.unsaved_modules import UnsavedModules
 from lockstep.training.services import Services
 
 __all__ = ["SafePoints"]
@@ -63,6 +64,7 @@ class SafePoints(StepHook):
         member: Membership | None,
     ) -> None:
         self._position = position
+        self._modules = UnsavedModules(position)
         self._history = position.state.history
         self._checkpoints = checkpoints
         self._member = member
@@ -119,6 +121,7 @@ class SafePoints(StepHook):
         """Note that the script enters the outermost loop over batches."""
         self._parameters = len(self._position.state.optimization.parameters)
         self._unsaved.clear()
+        self._modules.forget()
 
     def note_call(self) -> None:
         """Note what the script can change, after a call outside of loops over batches."""
@@ -143,6 +146,7 @@ class SafePoints(StepHook):
 
     def begin(self, step: StepContext, batch: Any) -> None:
         """Decide whether this rank wants a checkpoint, and ask the launcher for newcomers."""
+        self._modules.check(step)
         checkpoints = self._checkpoints
         member = self._member
         self._is_due = checkpoints is not None and checkpoints.is_due_after(step.number + 1)

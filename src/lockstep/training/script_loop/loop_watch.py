@@ -13,7 +13,7 @@ may change, since most of them have no effect on the training.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from types import FrameType
 from typing import Any
@@ -30,7 +30,7 @@ from lockstep.model.held_parameters import HOLDERS
 from lockstep.model.reachable_objects import Holder, find_reachable_from_frame
 from lockstep.sharded_tensors import local_part
 
-__all__ = ["LoopWatch", "watch_loop"]
+__all__ = ["LoopWatch", "find_in_loop", "hash_tensors", "watch_loop"]
 
 STEPS = 3
 """The number of steps of this process that are watched."""
@@ -78,18 +78,14 @@ class LoopWatch:
 
     def _find(self, frame: FrameType | None) -> None:
         """Find the generators, and the modules of no training, that the loop refers to."""
-        layout: Any = self._step.parallel
-        skip = [part for holder in HOLDERS for part in holder.list_modules()]
-        skip += [part for root in layout.loss_module().values() for part in root.modules()]
-        caller = _find_script_frame(frame)
-        reached = [] if caller is None else find_reachable_from_frame(caller, skip, MOST)
+        reached = find_in_loop(frame, self._step)
         self._generators = [one for one in reached if is_private_generator(one.value)]
         # A weak proxy of a module is none itself; Lightning keeps one of a part of the model.
         self._modules = [one for one in reached if issubclass(type(one.value), nn.Module)]
 
     def _read(self) -> list[Any]:
         states = [repr(generator_state(holder.value)) for holder in self._generators]
-        return [*states, *(_hash_tensors(holder.value) for holder in self._modules)]
+        return [*states, *(hash_tensors(holder.value) for holder in self._modules)]
 
 
 def watch_loop(step: StepContext, items: Any) -> Iterator[Any]:
@@ -108,6 +104,23 @@ def _watch(watch: LoopWatch, items: Any) -> Iterator[Any]:
             watch.end()
 
 
+def find_in_loop(
+    frame: FrameType | None, step: StepContext, skip: Iterable[Any] = ()
+) -> list[Holder]:
+    """Return the objects of no training that the innermost frame of the script refers to.
+
+    Args:
+        frame: A frame below it.
+        step: The step.
+        skip: Other objects that are left out.
+    """
+    layout: Any = step.parallel
+    known = [part for holder in HOLDERS for part in holder.list_modules()]
+    known += [part for root in layout.loss_module().values() for part in root.modules()]
+    caller = _find_script_frame(frame)
+    return [] if caller is None else find_reachable_from_frame(caller, [*known, *skip], MOST)
+
+
 def _find_script_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the script itself, which may loop through a package."""
     while frame is not None:
@@ -118,7 +131,8 @@ def _find_script_frame(frame: FrameType | None) -> FrameType | None:
     return None
 
 
-def _hash_tensors(module: nn.Module) -> dict[str, int]:
+def hash_tensors(module: nn.Module) -> dict[str, int]:
+    """Return hashes of samples of a module's own buffers and parameters, by name."""
     tensors = {**module._buffers, **module._parameters}
     return {
         name: checksum(local_part(tensor).detach().reshape(-1)[:SAMPLED])
