@@ -206,6 +206,15 @@ def test_a_step_of_another_training_that_a_resumed_run_would_lose_is_refused(tmp
     loop.exact.finish("failed")
 
 
+def test_an_elastic_run_without_checkpoints_may_train_several_models():
+    """Its trainers are replaced together, from its beginning if none of them saves the others."""
+    loop = Loop()
+    loop.exact._run.safe_points.is_logged = True
+    follow(loop, other := Loop())
+    other.exact.finish()
+    assert other.exact.steps == 3
+
+
 def train_a_probe(loop, _):
     for batch in loop.batches():
         loop.train(batch)

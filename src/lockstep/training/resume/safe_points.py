@@ -104,8 +104,10 @@ class SafePoints(StepHook):
             self._require_known_schedulers()
             if epoch is not None:
                 self._require_same_parameters()
-                self._require_registered()
         if self._checkpoints is not None:
+            # Without them, an elastic run of several trainers begins again with all of them.
+            if epoch is not None:
+                self._require_registered()
             self._save_if_wanted(self._checkpoints, ask)
         member = self._member
         if member is not None and self._ending_round == member.round:  # not outdated by a loss
