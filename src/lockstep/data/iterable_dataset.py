@@ -30,6 +30,8 @@ from lockstep.data.map_dataset import (
     hidden_worker_info,
 )
 from lockstep.data.repeatability import (
+    BegunStream,
+    StreamCheck,
     collate_and_check,
     describe_sample,
     is_checked,
@@ -61,28 +63,39 @@ class IterableSource(IterableDataset[LoadedItem]):
         # A dataset that uses the worker info yields a different part of the stream in each worker.
         # Here every worker splits the whole stream itself, so samples would be lost.
         with hidden_worker_info():
-            for batch, samples in self._batches():
-                if isinstance(samples, LoadFailure):
-                    # All workers fail at the same sample, so each of them may report it.
-                    yield samples
-                    return
-                if batch >= self.start and (batch - self.start) % workers == worker:
-                    yield self._item(batch, samples)
+            try:
+                for batch, samples in self._batches():
+                    if isinstance(samples, LoadFailure):
+                        # All workers fail at the same sample, so each of them may report it.
+                        yield samples
+                        return
+                    if batch >= self.start and (batch - self.start) % workers == worker:
+                        yield self._item(batch, samples)
+            except DatasetError as error:
+                yield LoadFailure(str(error), DatasetError)
 
     def _batches(self) -> Iterator[tuple[int, list[Any] | LoadFailure]]:
-        """Yield (number, samples) of each batch; an error ends the stream."""
+        """Yield (number, samples) of each batch; an error of the dataset ends the stream.
+
+        Raises:
+            DatasetError: The dataset yields something else when it is iterated again.
+        """
         name = type(self.dataset).__name__
         pending: list[Any] = []
         stream: Iterator[Any] | None = None
+        check = StreamCheck(self.dataset, self._begin)
         for position in count():
             try:
                 if stream is None:
-                    seed_all(key(*self.keys))
-                    stream = iter(self.dataset)
-                seed_all(key(*self.keys, position))
-                pending.append(next(stream))
+                    stream, sample = check.begin()
+                else:
+                    seed_all(key(*self.keys, position))
+                    sample = next(stream)
+                pending.append(sample)
             except StopIteration:
                 break
+            except DatasetError:
+                raise
             except Exception as error:
                 yield (
                     position // self.batch_size,
@@ -94,6 +107,15 @@ class IterableSource(IterableDataset[LoadedItem]):
                 pending = []
         if pending and not self.drop_last:
             yield position // self.batch_size, pending
+        if position:
+            check.end()
+
+    def _begin(self) -> BegunStream:
+        """Return a new iterator over the dataset, and its first sample."""
+        seed_all(key(*self.keys))
+        stream = iter(self.dataset)
+        seed_all(key(*self.keys, 0))
+        return stream, next(stream)
 
     def _item(self, batch: int, samples: list[Any]) -> LoadedItem:
         first = batch * self.batch_size

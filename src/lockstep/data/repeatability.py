@@ -14,12 +14,19 @@ dataset may open its files with the first sample. It uses samples of the first b
 reading ahead may be expensive, and of every hundredth batch after it, on another core of the
 processor, which may compute wrong. Every epoch is checked, because the script may have changed the
 dataset meanwhile.
+
+An iterable dataset that shuffles with a generator of its own, or counts its epochs, yields another
+stream in its second epoch. A worker always has the first one, and so has a resumed script, which
+does not iterate over finished epochs. Reading may be expensive, and some streams can be read only
+once, so the first sample is loaded again only if a private generator has changed with it, or if a
+generator or a number of the dataset has changed at the end of the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from numbers import Number
 from time import perf_counter
 from typing import Any
 
@@ -29,6 +36,8 @@ from lockstep.kernel.errors import DatasetError
 from lockstep.processor_core import on_another_core
 
 __all__ = [
+    "BegunStream",
+    "StreamCheck",
     "check_samples",
     "collate_and_check",
     "describe_sample",
@@ -46,6 +55,9 @@ ADVICE = (
     "draw from torch's, Python's or numpy's global generators, which are seeded for each sample, "
     "or create a generator there, seeded with a number from a global one"
 )
+
+BegunStream = tuple[Iterator[Any], Any]
+"""An iterator over a dataset, and its first sample."""
 
 
 def is_checked(batch: int, first: int) -> bool:
@@ -104,16 +116,66 @@ def check_samples(
         what = (
             f"sample {name} of {type(dataset).__name__}, loaded twice with the same random seed, "
         )
-        require_repeatable(what, contents)
-        if states[0] != states[1]:
-            raise DatasetError(
-                f"{what}draws from a private generator, so its random numbers depend on which rank "
-                f"loads which samples: {ADVICE}"
-            )
+        require_repeatable(what, contents, states)
         descriptions.append(describe_sample(name, sample))
         if perf_counter() - start > BUDGET:
             break
     return tuple(descriptions)
+
+
+class StreamCheck:
+    """The check of one iteration over an iterable dataset.
+
+    Args:
+        dataset: The dataset.
+        read: A function that begins an iteration with seeded global generators.
+    """
+
+    def __init__(self, dataset: Any, read: Callable[[], BegunStream]) -> None:
+        self._dataset = dataset
+        self._read = read
+        self._before = self._state()
+
+    def begin(self) -> BegunStream:
+        """Begin the iteration, again if a private generator has changed.
+
+        Raises:
+            DatasetError: The first sample differs, or a private generator has advanced.
+        """
+        begun = self._read()
+        self._first = hash_content(begun[1])
+        self._generators = self._state()[0]
+        if self._generators != self._before[0]:
+            begun = self._read()  # of some datasets, only the newest iterator is valid
+            self._require_same(begun)
+        return begun
+
+    def end(self) -> None:
+        """Begin again at the end of the stream if anything has changed.
+
+        Raises:
+            DatasetError: The first sample differs, or a private generator has advanced.
+        """
+        begun = None
+        if self._state() != self._before:
+            with suppress(Exception):  # a stream that can be read only once
+                begun = self._read()
+        if begun:
+            self._require_same(begun)
+
+    def _require_same(self, begun: BegunStream) -> None:
+        require_repeatable(
+            f"sample 0 of {type(self._dataset).__name__}, loaded twice with the same random seed, ",
+            [self._first, hash_content(begun[1])],
+            [self._generators, self._state()[0]],
+        )
+
+    def _state(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return the states of the private generators, and the numbers."""
+        generators = find_private_generators(self._dataset)
+        attributes = getattr(self._dataset, "__dict__", {})
+        numbers = {name: value for name, value in attributes.items() if isinstance(value, Number)}
+        return [*map(generator_state, generators)], numbers
 
 
 def collate_and_check(
@@ -151,11 +213,18 @@ def describe_sample(name: int, sample: Any) -> str:
     return f"{name}:{hash_sample(sample)}"
 
 
-def require_repeatable(what: str, contents: Sequence[str]) -> None:
-    """Raise DatasetError unless the contents of two loads are equal."""
+def require_repeatable(
+    what: str, contents: Sequence[str], states: Sequence[Sequence[Any]] = ((), ())
+) -> None:
+    """Raise DatasetError unless two loads have equal contents and states of private generators."""
     if contents[0] != contents[1]:
         raise DatasetError(
             f"{what}gives different results, because it depends on something that is not seeded, "
             f"such as a private generator, a counter or the time, or a processor core is faulty: "
             f"{ADVICE}"
+        )
+    if states[0] != states[1]:
+        raise DatasetError(
+            f"{what}draws from a private generator, so its random numbers depend on what was "
+            f"loaded before: {ADVICE}"
         )
