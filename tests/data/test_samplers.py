@@ -85,6 +85,16 @@ def test_empty_samplers_are_named() -> None:
         draw_batches([], 0, 0)
 
 
+@pytest.mark.parametrize(("draw", "indices"), [(draw_indices, [0, 1]), (draw_batches, [[0], [1]])])
+def test_a_generator_that_is_used_up_is_explained(draw: Any, indices: list[Any]) -> None:
+    """As the sampler of the second epoch it yielded nothing, without a reason."""
+    sampler = (index for index in indices)
+    sizes = [1] if draw is draw_indices else []
+    draw(sampler, *sizes, 0, 0)
+    with pytest.raises(DatasetError, match=r"sampler generator yielded no .* a generator can be r"):
+        draw(sampler, *sizes, 0, 1)
+
+
 def test_a_sampler_of_one_ranks_part_is_refused() -> None:
     part = DistributedSampler(range(8), num_replicas=2, rank=0)
     inner = BatchSampler(part, 2, drop_last=False)

@@ -72,7 +72,10 @@ def draw_indices(
     """
     indices = _draw(sampler, _to_integer, seed, epoch)
     if not indices:
-        raise DatasetError(f"the sampler {type(sampler).__name__} yielded no sample")
+        raise DatasetError(
+            f"the sampler {type(sampler).__name__} yielded no sample; a generator can be read only "
+            "once: pass a Sampler or a list"
+        )
     return EpochOrder.from_indices(
         torch.tensor(indices, dtype=torch.int64), batch_size, drop_last
     ).with_repeats()
@@ -87,7 +90,10 @@ def draw_batches(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) 
     """
     batches = _draw(batch_sampler, _to_integers, seed, epoch)
     if not batches:
-        raise DatasetError(f"the batch sampler {type(batch_sampler).__name__} yielded no batch")
+        raise DatasetError(
+            f"the batch sampler {type(batch_sampler).__name__} yielded no batch; a generator can "
+            "be read only once: pass a Sampler or a list"
+        )
     return EpochOrder.from_batches(batches)
 
 
