@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, default_collate
 
 from lockstep.data.consistency import (
     GatherFn,
+    compare_first,
     pack_described,
     require_same_epoch,
-    require_same_samples,
 )
 from lockstep.data.content_hash import hash_content
 from lockstep.data.microbatch_sampler import MicrobatchSampler, SeededIndices
@@ -156,7 +156,7 @@ def load_seeded(loader: DataLoader[Any], gather: GatherFn | None) -> Generator[A
     """
     if not isinstance(loader.collate_fn, CheckedCollate):
         loader.collate_fn = CheckedCollate(loader.collate_fn, loader.dataset)
-    with closing(_compare_first(iter(loader), gather)) as items:
+    with closing(compare_first((item for item in loader), gather)) as items:
         for item in items:
             if not isinstance(item, CheckedItem):
                 yield item
@@ -164,21 +164,3 @@ def load_seeded(loader: DataLoader[Any], gather: GatherFn | None) -> Generator[A
             if item.failure:
                 raise DatasetError(item.failure)
             yield item.data
-
-
-def _compare_first(items: Any, gather: GatherFn | None) -> Generator[Any]:
-    """Yield items; compare samples of the first one with all ranks."""
-    if gather is not None:
-        try:
-            first = next(items, None)
-        except Exception:
-            # the other ranks wait for this message
-            gather(pack_described(()), "comparing samples of")
-            raise
-        descriptions = first.descriptions if isinstance(first, CheckedItem) else ()
-        require_same_samples(gather(pack_described(descriptions), "comparing samples of"))
-        if first is None:
-            return
-        yield first
-        del first  # free its memory
-    yield from items

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, TypeVar
 
 from lockstep.kernel.batch import BatchIdentity
 from lockstep.kernel.errors import DisagreementError
@@ -22,6 +23,7 @@ __all__ = [
     "ORDER",
     "BatchIdentity",
     "GatherFn",
+    "compare_first",
     "pack_described",
     "require_same_batch",
     "require_same_epoch",
@@ -30,6 +32,8 @@ __all__ = [
 ]
 
 ORDER = "order of the samples"
+
+T = TypeVar("T")
 
 GatherFn = Callable[[bytes, str], list[bytes]]
 """A function (message, subject) that exchanges messages; returns those of all ranks, in order."""
@@ -99,6 +103,24 @@ def require_same_samples(exchanged: Sequence[bytes]) -> None:
                     "although both loaded it with the same random seed: use the same dataset on "
                     "every rank, from the same files and with the same split"
                 )
+
+
+def compare_first(items: Generator[T], gather: GatherFn | None) -> Generator[T]:
+    """Yield items; before the first one, compare the samples that it describes with all ranks."""
+    exchange = gather or (lambda message, subject: [message])
+    with closing(items):
+        try:
+            first = next(items, None)
+        except Exception:
+            # the other ranks wait for this message
+            exchange(pack_described(()), "comparing samples of")
+            raise
+        descriptions = pack_described(getattr(first, "descriptions", ()))
+        require_same_samples(exchange(descriptions, "comparing samples of"))
+        if first is not None:
+            yield first
+            del first  # free its memory
+            yield from items
 
 
 def require_same_batch(everyone: Sequence[str], step: int) -> None:

@@ -37,7 +37,7 @@ from lockstep.data.repeatability import (
     is_checked,
     select_positions,
 )
-from lockstep.kernel.errors import DatasetError
+from lockstep.kernel.errors import DatasetError, LockstepError, SampleError
 from lockstep.kernel.seeds import key, seed_all
 
 __all__ = ["IterableSource"]
@@ -65,22 +65,19 @@ class IterableSource(IterableDataset[LoadedItem]):
         with hidden_worker_info():
             try:
                 for batch, samples in self._batches():
-                    if isinstance(samples, LoadFailure):
-                        # All workers fail at the same sample, so each of them may report it.
-                        yield samples
-                        return
                     if batch >= self.start and (batch - self.start) % workers == worker:
                         yield self._item(batch, samples)
-            except DatasetError as error:
-                yield LoadFailure(str(error), DatasetError)
+            except LockstepError as error:
+                # All workers fail at the same sample, so each of them may report it.
+                yield LoadFailure(str(error), type(error))
 
-    def _batches(self) -> Iterator[tuple[int, list[Any] | LoadFailure]]:
-        """Yield (number, samples) of each batch; an error of the dataset ends the stream.
+    def _batches(self) -> Iterator[tuple[int, list[Any]]]:
+        """Yield (number, samples) of each batch.
 
         Raises:
+            SampleError: The dataset raises.
             DatasetError: The dataset yields something else when it is iterated again.
         """
-        name = type(self.dataset).__name__
         pending: list[Any] = []
         stream: Iterator[Any] | None = None
         check = StreamCheck(self.dataset, self._begin)
@@ -94,14 +91,11 @@ class IterableSource(IterableDataset[LoadedItem]):
                 pending.append(sample)
             except StopIteration:
                 break
-            except DatasetError:
+            except LockstepError:
                 raise
             except Exception as error:
-                yield (
-                    position // self.batch_size,
-                    LoadFailure.of(f"sample {position} of {name}", error),
-                )
-                return
+                name = f"sample {position} of {type(self.dataset).__name__}"
+                raise SampleError(LoadFailure.of(name, error).message) from None
             if len(pending) == self.batch_size:
                 yield position // self.batch_size, pending
                 pending = []

@@ -24,9 +24,9 @@ from lockstep.data.consistency import (
     ORDER,
     BatchIdentity,
     GatherFn,
+    compare_first,
     pack_described,
     require_same_epoch,
-    require_same_samples,
 )
 from lockstep.data.epoch_order import EpochOrder, hash_indices
 from lockstep.data.iterable_dataset import IterableSource
@@ -97,6 +97,7 @@ class Batches:
         position: The number of batches that were returned, or are skipped.
         start: The batch at which the next iteration begins.
         who: This rank, for messages.
+        content: Descriptions of some samples of the first batch; empty before it is loaded.
 
     Raises:
         DatasetError: An argument is invalid, or, while iterating, a sample differs between two
@@ -128,6 +129,7 @@ class Batches:
         self.agree = agree
         self.position = 0
         self.start = 0
+        self.content: Sequence[str] = ()
         self._digest = ""  # of the order, hexadecimal; "" before it is drawn
         self._saved_digest = ""  # of the order of a loaded position
         on_hosts = hosts or on_one_host(replicas)
@@ -151,6 +153,8 @@ class Batches:
                 # Without the comparisons of the epoch and of samples, which wait for other ranks.
                 seconds = perf_counter() - Waited.seconds - begun
                 batch = self._batch(item, source, seconds)
+                if self.position == 0 and isinstance(item, LoadedBatch):
+                    self.content = item.descriptions
                 self.position += 1
                 yield batch
                 begun = perf_counter() - Waited.seconds
@@ -168,7 +172,12 @@ class Batches:
         are prepared again. `order` is a digest of the order of the epoch.
         """
         settings = self.options.describe(self.epoch)
-        return {"position": self.position, **settings, "order": self._digest}
+        return {
+            "position": self.position,
+            **settings,
+            "order": self._digest,
+            "content": [*self.content],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the next iteration from a saved position.
@@ -188,6 +197,7 @@ class Batches:
         self.start = self.position
         self._digest = state.get("order", "")
         self._saved_digest = self._digest
+        self.content = state.get("content", ())
 
     def enter_share(self, share: ReplicaShare, rank: int) -> None:
         """Load the micro-batches of another share from now on; the order does not change."""
@@ -197,7 +207,7 @@ class Batches:
     def _all_items(self, start: int) -> Generator[tuple[LoadedItem, Source], None, None]:
         """Yield the items from batch `start` on, each with the source that loaded it."""
         source = self._open(start)
-        items = self._compare_samples(self._items(source, start))
+        items = compare_first(self._items(source, start), self.agree)
         while True:
             with closing(items):
                 for item in items:
@@ -284,25 +294,6 @@ class Batches:
         if isinstance(item, LoadFailure):
             raise item.error(f"{item.message} ({self.who}, batch {number})")
         return item.size, item.parts
-
-    def _compare_samples(self, items: Items) -> Items:
-        """Compare a few samples with all ranks before the first item is returned."""
-        with closing(items):
-            try:
-                item = next(items, None)
-            except Exception:
-                self._exchange_samples(())  # the other ranks wait for this message
-                raise
-            descriptions = item.descriptions if isinstance(item, LoadedBatch) else ()
-            require_same_samples(self._exchange_samples(descriptions))
-            if item is not None:
-                yield item
-                del item  # free its memory
-                yield from items
-
-    def _exchange_samples(self, descriptions: Sequence[str]) -> list[bytes]:
-        message = pack_described(descriptions)
-        return [message] if self.agree is None else self.agree(message, "comparing samples of")
 
     def _plan_epoch(self, start: int) -> EpochOrder:
         """Determine the order of the epoch, and check that it is the same on all ranks."""

@@ -170,11 +170,11 @@ class StreamCheck:
             [self._generators, self._state()[0]],
         )
 
-    def _state(self) -> tuple[list[Any], dict[str, Any]]:
+    def _state(self) -> tuple[list[Any], list[Any]]:
         """Return the states of the private generators, and the numbers."""
         generators = find_private_generators(self._dataset)
-        attributes = getattr(self._dataset, "__dict__", {})
-        numbers = {name: value for name, value in attributes.items() if isinstance(value, Number)}
+        values = getattr(self._dataset, "__dict__", {}).values()
+        numbers = [value for value in values if isinstance(value, Number)]
         return [*map(generator_state, generators)], numbers
 
 

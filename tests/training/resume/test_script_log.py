@@ -21,7 +21,7 @@ class Batches:
         }  # fmt: skip
 
     def state_dict(self):
-        return {"position": self.position, "epoch": self.epoch, **self.identity}
+        return {"position": self.position, "epoch": self.epoch, "content": [], **self.identity}
 
 
 class Script:

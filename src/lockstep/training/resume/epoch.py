@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import TensorDataset
@@ -69,7 +69,7 @@ class Epoch:
                 batches.epoch = self._position.next_epoch
             self._position.epoch = self.epoch
             self._position.next_epoch = self.epoch + 1
-            epoch = self._run.begin_epoch(self)
+            epoch = self._run.begin_epoch(self, self._load_content)
             self._is_loaded = False
             if epoch is None:
                 return
@@ -103,6 +103,14 @@ class Epoch:
             self.batches.epoch = state["epoch"]
             self._is_loaded = True
         self.batches.load_state_dict(state)
+
+    def _load_content(self) -> Sequence[str]:
+        """Load the first batch, unless the data can be read only once; describe some samples."""
+        options = self.batches.options
+        if not (options.is_iterable or isinstance(options.given_sampler, Iterator)):
+            for _ in self.batches:
+                break
+        return self.batches.content
 
     def _count_batches(self) -> int | None:
         try:

@@ -11,7 +11,7 @@ resumed script │ batches, evaluate, ... │ restored │ batches, step, evalua
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -359,10 +359,25 @@ class ResumableRun:
                 "trainer.batches(...): take its batches from there"
             )
 
-    def begin_epoch(self, batches: EpochBatches) -> OpenEpoch | None:
-        """Begin an iteration over batches; return None if the interrupted run completed it."""
+    def begin_epoch(
+        self, batches: EpochBatches, load_content: Callable[[], Sequence[str]]
+    ) -> OpenEpoch | None:
+        """Begin an iteration over batches; return None if the interrupted run completed it.
+
+        Args:
+            batches: The batches.
+            load_content: A function that loads the first batch, and describes some of its samples.
+        """
         self._position.train_longer()
         epoch, entry = self._position.log.begin_epoch(batches)
+        is_first = self._history.last is None and self._origin is None
+        if entry is not None and is_first and not self._position.has_joined:
+            pairs = zip(entry["state"].get("content", ()), load_content(), strict=False)
+            if any(saved != here for saved, here in pairs):
+                message = f"samples of epoch {batches.epoch} are not those of the interrupted run"
+                self._history.write("warning", rank=self._parallel.rank, message=message)
+                if self._parallel.rank == 0:
+                    log(message)
         if epoch is None:
             assert entry is not None, "only an iteration that was complete has an answer"
             self._history.set_last(entry.get("last"))

@@ -185,7 +185,7 @@ class ScriptLog:
             self._open = []
             self._answers = []  # inner iterations that the script did not begin again
             state = epoch.batches.state_dict()
-            kept = {name: state[name] for name in IDENTITY}
+            kept = {name: state[name] for name in (*IDENTITY, "content")}
             entry = {"kind": "epoch", "epoch": state["epoch"], "complete": True, "state": kept}
             self._entries.append(entry | {"steps": steps, "last": last})
         else:
