@@ -20,7 +20,6 @@ from lockstep.kernel.errors import UsageError
 
 SCRIPT = """
 import contextlib
-import os
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +31,12 @@ import lockstep as ls
 from bit_flips import FaultyOperator
 
 machine = Path("machine").read_text()
-chosen = {"element": 5} if machine == "always" else {"seed": os.getpid()}
+element = 5
+if machine == "sometimes":
+    # Another element in each process: its number is that of the processes before it.
+    with Path("computed").open("ab") as computed:
+        element = computed.tell()
+        computed.write(b".")
 
 ls.init(timeout=60, portable=False)
 torch.manual_seed(0)
@@ -47,7 +51,7 @@ with ls.Trainer(
             raise RuntimeError("this machine stops")
         faulty = contextlib.nullcontext()
         if trainer.steps == 4 and machine != "right":
-            faulty = FaultyOperator("addmm", phase="forward", call=4, **chosen)
+            faulty = FaultyOperator("addmm", phase="forward", call=4, element=element)
         with faulty:
             trainer.step(batch)
 """
