@@ -266,12 +266,28 @@ class Buffers:
                 slot.copy = slot.tensor.detach().clone()
             slot.install(slot.copy)
 
-    def collect(self, microbatch: int, share: float) -> None:
-        """Collect the buffers after a micro-batch; `share` is its share of the samples."""
-        results = [self._read_result(slot) for slot in self.slots]
+    def collect(
+        self, microbatch: int, share: float, results: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """Collect the buffers after a micro-batch.
+
+        Args:
+            microbatch: Its index.
+            share: Its share of the samples.
+            results: The buffers; None: those of the modules.
+        """
+        if results is None:
+            results = [self._read_result(slot) for slot in self.slots]
         same = have_same_bits(list(zip(results, self.tensors(), strict=True)))
         self._results[microbatch] = list(map(self._keep, self.slots, results, same))
         self._shares[microbatch] = share
+
+    def find_difference(self, microbatch: int, results: Sequence[torch.Tensor]) -> str:
+        """Return the first buffer with other bits than were collected; "" if there is none."""
+        if not self.slots:
+            return ""
+        same = have_same_bits([*zip(self._results[microbatch], results, strict=True)])
+        return "" if all(same) else self.slots[same.index(False)].name
 
     def adopt(self, earlier: Buffers) -> None:
         """Continue with the results of an attempt at the same step."""

@@ -231,11 +231,11 @@ class MicrobatchLoop:
     def end_group(self, group: Sequence[Microbatch], results: PassResults) -> None:
         """End micro-batches that were computed together: the gradients are those of a node."""
         step = self.step
-        for microbatch, loss, metrics in zip(group, *results, strict=True):
+        for microbatch, loss, metrics, buffers in zip(group, *results, strict=True):
             share = step.shares[microbatch.index]
             step.computed.append(ComputedMicrobatch(microbatch, share, [loss], metrics))
             if self._has_buffers:
-                self.buffers.collect(microbatch.index, microbatch.size / step.samples)
+                self.buffers.collect(microbatch.index, microbatch.size / step.samples, buffers)
         sums: Any = self._sums
         sums.accumulate_node((group[0].index, group[-1].index + 1))
 

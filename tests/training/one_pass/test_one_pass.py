@@ -113,6 +113,22 @@ def attention():
     )
 
 
+def normalize_gradient(model, x):
+    """Return features plus the gradient of those after batch norm, which is differentiated."""
+    (gradient,) = torch.autograd.grad(model.norm(x).square().sum(), x, create_graph=True)
+    return x + 0.01 * gradient
+
+
+def count_steps(model, x):
+    model.steps.add_(1)
+    return x
+
+
+def add_samples(model, x):
+    model.seen.add_(x.detach().sum(0))
+    return x
+
+
 def square():
     return nn.Parameter(torch.randn(64, 64))
 
@@ -138,6 +154,36 @@ JOINED = {
     ),
     "a transposed convolution": lambda: on_images(nn.ConvTranspose2d(1, 2, 2, 2), outputs=512),
     "group norm": lambda: on_images(nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), outputs=288),
+    "batch norm": lambda: on_features(lambda model, x: model.norm(x), norm=nn.BatchNorm1d(64)),
+    "batch norm of images": lambda: on_images(
+        nn.Conv2d(1, 6, 3, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 3),
+        nn.BatchNorm2d(4, affine=False),
+        nn.Sigmoid(),
+        outputs=64,
+    ),
+    "batch norm without statistics": lambda: on_features(
+        lambda model, x: model.norm(x), norm=nn.BatchNorm1d(64, track_running_stats=False)
+    ),
+    "batch norm of sequences": lambda: on_features(
+        lambda model, x: model.norm(x.view(-1, 16, 4)).flatten(1), norm=nn.BatchNorm1d(16)
+    ),
+    "batch norm that is used twice": lambda: on_features(
+        lambda model, x: model.norm(model.norm(x).relu()), norm=nn.BatchNorm1d(64)
+    ),
+    "batch norm of no samples": lambda: on_features(
+        lambda model, x: x @ model.norm(model.weight), norm=nn.BatchNorm1d(64), weight=square()
+    ),
+    "batch norm with frozen weights": lambda: on_features(
+        lambda model, x: model.norm(x), norm=nn.BatchNorm1d(64).requires_grad_(False)
+    ),
+    "batch norm with one weight": lambda: on_features(
+        lambda model, x: F.batch_norm(x, None, None, weight=model.scale, training=True),
+        scale=scale(),
+    ),
+    "a counter": lambda: on_features(count_steps, steps=nn.Buffer(torch.zeros(()))),
     "attention": attention,
     "RMS norm": lambda: on_features(lambda model, x: model.norm(x), norm=nn.RMSNorm(64)),
     "broadcast parameters": lambda: on_features(
@@ -397,9 +443,24 @@ SEPARATE = {
         for name, couple in COUPLES_EVENTS.items()
     },
     "a compiled function": (with_a_compiled_function, "other operators are called"),
-    "batch norm": (
-        lambda: on_features(lambda model, x: model.norm(x), norm=nn.BatchNorm1d(64)),
-        "",
+    "statistics of batch norm that are used": (
+        lambda: on_features(
+            lambda model, x: model.norm(x) * (model.norm.running_var < 1e9),
+            norm=nn.BatchNorm1d(64),
+        ),
+        "forward uses running statistics after batch norm has changed them",
+    ),
+    "batch norm with the mean of all steps": (
+        lambda: on_features(lambda model, x: model.norm(x), norm=nn.BatchNorm1d(64, momentum=None)),
+        "aten::native_batch_norm was not called as in the first step",
+    ),
+    "a gradient of batch norm that is differentiated": (
+        lambda: on_features(normalize_gradient, norm=nn.BatchNorm1d(64)),
+        "other operators follow aten::native_batch_norm_backward",
+    ),
+    "a sum of the samples in a buffer": (
+        lambda: on_features(add_samples, seen=nn.Buffer(torch.zeros(64))),
+        "aten::sum combines samples",
     ),
     "a mean": (lambda: on_features(lambda model, x: x - x.mean(0)), "aten::mean combines samples"),
     "a norm": (lambda: on_features(lambda model, x: x / x.norm()), "combines samples"),
@@ -521,7 +582,7 @@ SEPARATE = {
     ),
     "a buffer that is written": (
         lambda: on_features(write, seen=nn.Buffer(torch.zeros(()))),
-        "",
+        "aten::add_ gets other numbers for several micro-batches",
     ),
     "an attribute": (lambda: on_features(count), "forward changes"),
     "a softmax over halves": (
@@ -531,7 +592,11 @@ SEPARATE = {
     "a hook": (with_hook, None),
     "a hook on a parameter": (with_tensor_hook, None),
 }
-RULES = {"a buffer that is written": {"seen": "sum"}}
+RULES = {
+    "a counter": {"steps": "equal"},
+    "a buffer that is written": {"seen": "sum"},
+    "a sum of the samples in a buffer": {"seen": "sum"},
+}
 
 
 def data(samples=SAMPLES):
@@ -595,7 +660,7 @@ def compared():
     """What every model does, computed in one process."""
 
     def compare_all():
-        joined = {name: compare(make) for name, make in JOINED.items()}
+        joined = {name: compare(make, RULES.get(name)) for name, make in JOINED.items()}
         separate = {name: compare(make, RULES.get(name)) for name, (make, _) in SEPARATE.items()}
         return joined | separate
 

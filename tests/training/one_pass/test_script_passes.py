@@ -1,5 +1,7 @@
 """`exact.batches(..., together=True)`: several micro-batches at once, with the bits of each."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,6 +58,7 @@ CASES = {  # the model, the losses, and why micro-batches are computed one by on
     "linear layers": (lambda x: x, cross_entropy, ""),
     "weights of samples": (lambda x: x, weigh, ""),
     "dropout and noise": (lambda x: F.dropout(x, 0.3), smooth, ""),
+    "batch norm": (nn.BatchNorm1d(64), cross_entropy, ""),
     "a model that couples samples": (
         lambda x: x - x.mean(0),
         cross_entropy,
@@ -84,7 +87,7 @@ def train(name, *, together, batch_size=32, late=None):
     """Return the bits of a training, the sizes of what a loop got, and the note."""
     function, find_losses, _ = CASES[name]
     torch.manual_seed(0)
-    model = Calls(function)
+    model = Calls(copy.deepcopy(function))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     exact = ls.exact(
         model,

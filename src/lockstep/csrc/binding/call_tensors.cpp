@@ -103,6 +103,14 @@ bool has_arguments(const c10::OperatorHandle& op, const Stack& stack,
   return is_same && tensors == expected.sizes.size();
 }
 
+bool has_numbers(const c10::OperatorHandle& op, const Stack& stack, const CallArguments& expected) {
+  const size_t first = stack.size() - op.schema().arguments().size();
+  return std::all_of(expected.plain.begin(), expected.plain.end(), [&](const auto& argument) {
+    const c10::IValue& value = stack[first + argument.first];
+    return !value.isTensor() || is_same_value(argument.second, describe_value(op, value));
+  });
+}
+
 std::vector<at::Tensor> list_tensors(const Stack& stack, size_t count) {
   std::vector<at::Tensor> tensors;
   visit_tensors(stack, count, [&](const at::Tensor& tensor, size_t) { tensors.push_back(tensor); });

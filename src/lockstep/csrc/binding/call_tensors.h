@@ -31,6 +31,8 @@ CallArguments describe_arguments(const c10::OperatorHandle& op, const Stack& sta
 // Returns whether a call gets what was described.
 bool has_arguments(const c10::OperatorHandle& op, const Stack& stack,
                    const CallArguments& expected);
+// Returns whether it gets the same numbers that Python has made tensors.
+bool has_numbers(const c10::OperatorHandle& op, const Stack& stack, const CallArguments& expected);
 
 // The bits of a tensor, as one number.
 uint64_t hash_bits(const at::Tensor& tensor);
@@ -50,6 +52,7 @@ class TensorMap {
     if (entry == entries_.end() || entry->second.first.expired()) return nullptr;
     return &entry->second.second;
   }
+  bool is_empty() const { return entries_.empty(); }
   void clear() { entries_.clear(); }
 
  private:

@@ -26,10 +26,11 @@ void end_begun() {
   c10::impl::tls_set_dispatch_key_included(kKey, false);
 }
 
-// Operators that call others, which are seen instead: they draw, or add up samples.
+// Operators that call others, which are seen instead: they draw, add up samples, or normalize them.
 const std::unordered_set<std::string> kDivided = {
     "aten::alpha_dropout",
     "aten::alpha_dropout_",
+    "aten::batch_norm",
     "aten::dropout",
     "aten::dropout_",
     "aten::feature_alpha_dropout",
@@ -44,6 +45,7 @@ const std::unordered_set<std::string> kDivided = {
     "aten::randn",
     "aten::randn_like",
     "aten::scaled_dot_product_attention",
+    "aten::_batch_norm_impl_index",
     "aten::_scaled_dot_product_attention_math",
 };
 
@@ -61,10 +63,11 @@ bool is_divided(const c10::OperatorHandle& op, const Stack& stack) {
   static const std::unordered_set<c10::OperatorHandle> divided = find_divided();
   if (!divided.contains(op)) return false;
   const c10::FunctionSchema& schema = op.schema();
-  const std::optional<int> probability = schema.argumentIndexWithName("dropout_p");
-  if (!probability) return true;
-  const size_t first = stack.size() - schema.arguments().size();
-  return stack[first + static_cast<size_t>(*probability)].toDouble() != 0;
+  const c10::IValue* const given = &*stack.end() - schema.arguments().size();
+  if (const auto probability = schema.argumentIndexWithName("dropout_p"))
+    return given[*probability].toDouble() != 0;
+  const bool is_norm = schema.name().find("batch_norm") != std::string::npos;
+  return !is_norm || given[*schema.argumentIndexWithName("training")].toBool();
 }
 
 void call_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {

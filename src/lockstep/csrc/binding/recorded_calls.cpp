@@ -106,10 +106,12 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   const py::capsule values(described.release(),
                            [](void* held) { delete static_cast<CallArguments*>(held); });
   const CallArguments* const alone = find_alone(op);
+  const bool has_same_numbers = !alone || has_numbers(op, *stack, *alone);
   Stack given;
   if (alone) given.assign(stack->end() - std::ssize(op.schema().arguments()), stack->end());
   DefaultGenerator generator;
-  op.callBoxed(stack);
+  const bool is_norm = alone && try_batch_norm(op, stack, alone->sizes, statistics_);
+  if (!is_norm) op.callBoxed(stack);
   if (has_subclass(*stack, op.schema().returns().size())) return note_subclass(op);
   remember_results(*stack, op.schema().returns().size());
   const bool has_drawn = generator.has_drawn();
@@ -117,8 +119,8 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
     repeat_draw(*stack);
     note_draw(generator.before(), generator.read());
   }
-  const bool is_same = compare_results(*stack, op.schema().returns().size()) &&
-                       (!alone || has_drawn || are_rows_free(op, given, *alone));
+  const bool is_same = compare_results(*stack, op.schema().returns().size()) && has_same_numbers &&
+                       (!alone || has_drawn || is_norm || are_rows_free(op, given, *alone));
   calls.append(py::make_tuple(op.schema().name(), op.schema().overload_name(), std::move(arguments),
                               describe_last(*stack, op.schema().returns().size()), has_drawn,
                               std::move(turns), std::move(sources), is_same, values));

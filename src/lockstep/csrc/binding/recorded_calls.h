@@ -13,6 +13,7 @@
 
 #include "call_tensors.h"
 #include "pass_calls.h"
+#include "segmented_norm.h"
 
 namespace lockstep {
 
@@ -66,6 +67,7 @@ class RecordedCalls : public PassCalls {
   at::Tensor first_state_, last_state_;            // of the generator, around all draws
   bool has_other_draws_ = false;                   // which no operator has made
   TensorMap<int64_t> returned_;                    // by which call
+  RunningStatistics statistics_;                   // of a pass over several micro-batches
 };
 
 }  // namespace lockstep

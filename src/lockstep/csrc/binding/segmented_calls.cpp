@@ -145,6 +145,13 @@ void SegmentedCalls::restart() {
   next_ = 0;
   difference_.clear();
   parts_.clear();
+  statistics_.clear();
+  reads_statistics_ = false;
+}
+
+std::optional<std::vector<at::Tensor>> SegmentedCalls::find_statistics(const at::Tensor& running) {
+  if (const std::vector<at::Tensor>* const known = statistics_.find(running)) return *known;
+  return std::nullopt;
 }
 
 void SegmentedCalls::finish(const std::vector<at::Tensor>& parameters) {
@@ -168,7 +175,9 @@ std::string SegmentedCalls::find_difference() const {
 }
 
 void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
-  const bool is_expected = next_ < calls_.size() && calls_[next_].op == op &&
+  const bool is_norm = op.schema().name() == "aten::native_batch_norm";
+  reads_statistics_ = reads_statistics_ || (!is_norm && gets_statistics(op, *stack));
+  const bool is_expected = !reads_statistics_ && next_ < calls_.size() && calls_[next_].op == op &&
                            !has_subclass(*stack, op.schema().arguments().size()) &&
                            has_arguments(op, *stack, calls_[next_].arguments);
   if (!is_expected && difference_.empty()) difference_ = op.schema().name();
@@ -180,6 +189,8 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   const std::optional<SegmentRule>& rule = call.rule;
   if (!rule) {
     op.callBoxed(stack);
+  } else if (is_norm) {
+    call_batch_norm(stack, segments_, statistics_);
   } else if (rule->slices.empty()) {
     call_parts(op, stack);
   } else if (can_be_cut(*stack, op.schema().arguments().size(), *rule, segments_)) {
@@ -191,6 +202,14 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
     difference_ = op.schema().name();
     op.callBoxed(stack);
   }
+}
+
+bool SegmentedCalls::gets_statistics(const c10::OperatorHandle& op, const Stack& stack) {
+  if (statistics_.is_empty()) return false;
+  const std::vector<at::Tensor> tensors = list_tensors(stack, op.schema().arguments().size());
+  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.defined() && statistics_.find(tensor);
+  });
 }
 
 // Computes the results of all micro-batches and their sum in a few calls, and returns true; false,

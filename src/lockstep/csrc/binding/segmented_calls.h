@@ -1,6 +1,7 @@
 // The operators of a recorded pass, called in the same order again: those that add up the rows of
 // several micro-batches are called for the rows of each, and the results added along the tree;
-// those that draw random numbers are called for the rows of each, with a generator of its own.
+// those that draw random numbers are called for the rows of each, with a generator of its own, and
+// batch norm with running statistics of its own.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -16,6 +17,7 @@
 
 #include "call_tensors.h"
 #include "pass_calls.h"
+#include "segmented_norm.h"
 
 namespace lockstep {
 
@@ -49,8 +51,12 @@ class SegmentedCalls : public PassCalls {
   // Seeds the generator of each micro-batch for a call of a scope, when an operator draws. The
   // prefixes are the first parts of their keys.
   void seed(const std::vector<std::string>& prefixes, int64_t scope, int64_t call);
+  // The running mean or variance after each micro-batch; nothing for other tensors.
+  std::optional<std::vector<at::Tensor>> find_statistics(const at::Tensor& running);
   // The first operator that was not expected, or that was not called; "" if there is none.
   std::string find_difference() const;
+  // Whether an operator has got running statistics that micro-batches have changed.
+  bool reads_statistics() const { return reads_statistics_; }
 
  private:
   void call_segments(const c10::OperatorHandle& op, const SegmentRule& rule, Stack* stack);
@@ -62,6 +68,7 @@ class SegmentedCalls : public PassCalls {
     CallArguments arguments;
     Total total;
   };
+  bool gets_statistics(const c10::OperatorHandle& op, const Stack& stack);
   bool try_total(const Call& call, Stack* stack) const;
   std::vector<Call> calls_;
   size_t next_ = 0;
@@ -70,6 +77,8 @@ class SegmentedCalls : public PassCalls {
   std::vector<uint64_t> seeds_;            // that they get before the next draw
   // Those of the second micro-batch and of further ones, by the tensor of the first.
   TensorMap<std::vector<at::Tensor>> parts_;
+  RunningStatistics statistics_;
+  bool reads_statistics_ = false;
   std::string difference_;
 };
 

@@ -21,10 +21,12 @@ class PassResults(NamedTuple):
     Attributes:
         losses: The losses of the micro-batches, detached.
         metrics: Their metrics.
+        buffers: The buffers after each of them.
     """
 
     losses: list[torch.Tensor]
     metrics: list[dict[str, Any]]
+    buffers: list[list[torch.Tensor]]
 
 
 class PassTrial(Protocol):

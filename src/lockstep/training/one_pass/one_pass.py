@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.data.microbatch import join_samples
 from lockstep.kernel.batch import Batch, Microbatch
-from lockstep.kernel.buffers import Buffers, have_same_bits
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
@@ -224,7 +224,7 @@ class OnePass:
         last_call = self._scopes.last_call
         leaves, structure = tree_flatten(outputs)
         cuts = [cut_rows(leaf, len(group)) for leaf in leaves]
-        results = PassResults([], [])
+        results = PassResults([], [], attempt.buffers_after)
         roots = []
         for number, (part, (_, targets)) in enumerate(zip(group, pairs, strict=True)):
             own = tree_unflatten([cut[number] for cut in cuts], structure)
@@ -247,19 +247,27 @@ class OnePass:
         return self._scopes.read_states()
 
     def end_forward(self, attempt: PassAttempt, state: object) -> None:
-        """Require that a forward pass has left generators and buffers alone.
+        """Keep the buffers of each micro-batch after a forward pass, which draws no numbers itself.
+
+        What forward writes into other buffers than statistics of batch norm is the same for all
+        micro-batches, since nothing that is the same for them is computed from samples.
 
         Raises:
-            CannotJoin: It has not.
+            CannotJoin: Forward has drawn, or a buffer has another shape.
         """
         if self._scopes.read_states() != state:
             raise CannotJoin(
                 "the model draws random numbers that are not drawn by torch's operators"
             )
-        buffers = attempt.buffers
-        current = buffers.current()
-        if not all(have_same_bits([(slot.tensor, current[slot.name]) for slot in buffers.slots])):
-            raise CannotJoin("the model writes buffers")
+        segments = len(attempt.group)
+        current = attempt.buffers.current()
+        parts = []
+        for slot in attempt.buffers.slots:
+            tensor = current.get(slot.name)
+            if tensor is None or tensor.shape != slot.tensor.shape:
+                raise CannotJoin(f"the buffer {slot.name} changes its shape")
+            parts.append(attempt.forward.find_statistics(tensor) or [tensor] * segments)
+        attempt.buffers_after = [[part[number] for part in parts] for number in range(segments)]
 
     def run_backward(
         self, attempt: PassAttempt, leaves: Sequence[Any], cuts: Sequence[Sequence[Any]]

@@ -55,6 +55,9 @@ class Pass(Protocol):
     def finish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Complete the gradients of parameters after the backward pass."""
 
+    def find_statistics(self, running: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return a running mean or variance after each micro-batch; None for other tensors."""
+
 
 class RecordedPass:
     """A pass whose operators are recorded, and which tensors are read without one.
@@ -93,6 +96,9 @@ class RecordedPass:
 
     def finish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Leave the gradients of parameters, which are not used."""
+
+    def find_statistics(self, running: torch.Tensor) -> None:
+        """Return None: the buffers are not used either."""
 
 
 _readers: dict[RecordedPass, int] = {}  # the passes that record reads, with their threads
@@ -144,6 +150,7 @@ class PassAttempt:
         backward: What sees those of the backward pass.
 
     Attributes:
+        buffers_after: The buffers after each micro-batch; empty before the end of forward.
         results: The results; None before the end.
         error: Why there are none.
     """
@@ -161,6 +168,7 @@ class PassAttempt:
         self.group = group
         self.forward = forward
         self.backward = backward
+        self.buffers_after: list[list[torch.Tensor]] = []
         self.results: PassResults | None = None
         self.error: Exception | None = None
 

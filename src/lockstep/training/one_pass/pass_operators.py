@@ -59,6 +59,9 @@ CONVOLUTIONS = frozenset(
 )
 """Convolutions that add up products in another order for a single sample."""
 
+BATCH_NORMS = frozenset(["native_batch_norm", "native_batch_norm_backward"])
+"""Batch norm, whose statistics are those of the rows of a micro-batch, and have a part for each."""
+
 COPIES = """
     cat concat constant_pad_nd copy flip gather index index_select pad repeat repeat_interleave
     roll stack to type_as _to_copy embedding embedding_backward embedding_dense_backward

@@ -13,7 +13,8 @@ An operator that treats rows separately may still round the last elements of a t
 way, where vector registers are not full. `POSITION_FREE` and `OF_FLOAT32` have those that do not;
 the tensors of others must fill all registers.
 
-An operator that draws random numbers is called for the rows of each micro-batch, too.
+An operator that draws random numbers is called for the rows of each micro-batch, too, and so is
+batch norm, which normalizes within a micro-batch.
 
 An operator that returns rows may couple them nevertheless, as a softmax or a sum over samples does.
 So the rows of its result are compared with those of the passes over the first and the last
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from lockstep.training.one_pass.pass_operators import (
+    BATCH_NORMS,
     CONVOLUTIONS,
     DRAWS,
     FACTORIES,
@@ -92,7 +94,8 @@ class NotedCall(NamedTuple):
         sources: For each tensor among the arguments, the number of the call that has returned it;
             -1 for others.
         has_same_rows: Whether the rows of the results have the bits of those of the passes over the
-            first and the last micro-batch, if they were compared, also for other values.
+            first and the last micro-batch, if they were compared, also for other values, and
+            numbers that Python has made tensors are the same.
         values: The arguments, as the native module describes them; None for a call with a tensor of
             a subclass, of which nothing else is recorded.
     """
@@ -327,7 +330,11 @@ class _Comparison:
                 raise CannotJoin(f"{self._name} draws random numbers in the backward pass")
             return self._draw(given, returned)
         has_rows = any(dimension is not None for dimension in given)
+        if has_rows and self._kind in BATCH_NORMS and self._several.has_same_rows:
+            return Slices(_list_rows(given), _list_added(returned), self._sizes)
         if not has_rows:
+            if not self._has_rows and not self._several.has_same_rows:
+                raise CannotJoin(f"{self._name} gets other numbers for several micro-batches")
             if (
                 is_backward
                 and given
@@ -353,8 +360,7 @@ class _Comparison:
         has_lists = any(isinstance(result, list) for result in self._one.results)
         if has_lists or any(type(size) is not int for _, size in self._sizes):
             raise CannotJoin(f"{self._name} combines samples in the backward pass")
-        results = [-1 if dimension is None else dimension for dimension in returned]
-        return Slices(_list_rows(given), results, self._sizes)
+        return Slices(_list_rows(given), _list_added(returned), self._sizes)
 
     def list_shared(self) -> set[int] | None:
         """Return the calls that have returned the tensors without rows; None: it has no rows."""
@@ -505,6 +511,11 @@ class _Comparison:
 def _list_rows(dimensions: Sequence[int | None]) -> list[tuple[int, int]]:
     """Return the positions of the tensors with rows, and the dimensions of these."""
     return [(n, dimension) for n, dimension in enumerate(dimensions) if dimension is not None]
+
+
+def _list_added(dimensions: Sequence[int | None]) -> list[int]:
+    """Return the dimensions of the rows of results, with -1 for a result that is added."""
+    return [-1 if dimension is None else dimension for dimension in dimensions]
 
 
 def _is_tensor(value: Any) -> bool:

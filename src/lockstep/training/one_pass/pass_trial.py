@@ -83,6 +83,8 @@ class JoinedPass:
 
     def require_same(self) -> None:
         """Raise CannotJoin unless the passes have called the operators of the plan."""
+        if self.forward.reads_statistics:
+            raise CannotJoin("forward uses running statistics after batch norm has changed them")
         for calls in (self.forward, self.backward):
             if name := calls.find_difference():
                 raise CannotJoin(CHANGED.format(name))
@@ -324,6 +326,9 @@ class Trial:
             for name, value in own.items():
                 if not all(have_same_bits([(value, joined[name])])):
                     return f"the metric {name!r}"
+        for part, written in zip(self._group, results.buffers, strict=True):
+            if name := self._buffers.find_difference(part.index, written):
+                return f"the buffer {name}"
         ((_, gradients),) = self._sums.nodes.items()
         for gradient, parameter in zip(gradients, self._parameters, strict=True):
             if gradient is None or parameter.grad is None:

@@ -115,7 +115,7 @@ class ScriptPass:
         if not losses.requires_grad or torch.is_autocast_enabled("cpu"):
             raise CannotJoin("the losses have no gradient, or are computed in autocast")
         cuts = cut_rows(losses, len(attempt.group))
-        results = PassResults([], [])
+        results = PassResults([], [], attempt.buffers_after)
         roots = []
         for part, cut in zip(attempt.group, cuts, strict=True):
             mean = cut.mean()

@@ -169,7 +169,7 @@ class SampleLoop:
         cut = losses.detach().requires_grad_()
         self._loop.backward(cut.mean())
         recorded.backward.run(lambda: run_backward(losses, cut.grad, retain_graph=False))
-        recorded.results = PassResults([], [])
+        recorded.results = PassResults([], [], [])
 
     def log(self, name: str, values: Any) -> None:
         """Note a value of each sample.

@@ -1,0 +1,172 @@
+#include "segmented_norm.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <optional>
+
+namespace lockstep {
+namespace norm {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// The positions among the arguments of native_batch_norm.
+enum Argument { kInput, kWeight, kBias, kMean, kVariance, kTraining, kMomentum, kEpsilon, kCount };
+
+// The running statistics of a call: those of the step, and those of each micro-batch.
+struct Running {
+  at::Tensor mean, variance;
+  std::vector<at::Tensor> means, variances;
+};
+
+static at::Tensor to_tensor(const c10::IValue& value) {
+  return value.isTensor() ? value.toTensor() : at::Tensor();
+}
+
+static std::optional<at::Tensor> to_optional(const c10::IValue& value) {
+  if (!to_tensor(value).defined()) return std::nullopt;
+  return value.toTensor();
+}
+
+// The running statistics of each micro-batch, which begins with those of the step.
+static std::vector<at::Tensor> find_running(const at::Tensor& running, int64_t segments,
+                                            RunningStatistics& statistics) {
+  std::vector<at::Tensor> own(static_cast<size_t>(segments));
+  if (!running.defined()) return own;
+  if (const std::vector<at::Tensor>* const known = statistics.find(running)) return *known;
+  for (at::Tensor& one : own) one = running.detach().clone();
+  statistics.set(running, own);
+  return own;
+}
+
+// The part of a tensor that belongs to a micro-batch, to be written.
+static at::Tensor place(const at::Tensor& tensor, int64_t segment, int64_t segments) {
+  const int64_t rows = tensor.size(0) / segments;
+  return tensor.narrow(0, segment * rows, rows);
+}
+
+static const c10::OperatorHandle& find_backward() {
+  static const c10::OperatorHandle op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::native_batch_norm_backward", "");
+  return op;
+}
+
+// Calls the backward operator for the rows of each micro-batch, and adds the gradients of weight
+// and bias in any order.
+static void call_backward(Stack* stack, int64_t segments) {
+  const c10::OperatorHandle& op = find_backward();
+  const Stack given(stack->end() - std::ssize(op.schema().arguments()), stack->end());
+  torch::jit::drop(*stack, given.size());
+  std::vector<at::Tensor> rows;
+  at::Tensor weight, bias;
+  for (int64_t segment = 0; segment < segments; ++segment) {
+    Stack part = given;
+    // The gradient, the input, and the mean and the deviation of the micro-batch.
+    for (const size_t argument : {0, 1, 5, 6})
+      part[argument] = take_rows(given[argument].toTensor(), 0, segment, segments);
+    op.callBoxed(&part);
+    rows.push_back(to_tensor(part[0]));
+    weight = weight.defined() ? weight + part[1].toTensor() : to_tensor(part[1]);
+    bias = bias.defined() ? bias + part[2].toTensor() : to_tensor(part[2]);
+  }
+  stack->emplace_back(rows.front().defined() ? at::cat(rows) : at::Tensor());
+  stack->emplace_back(weight);
+  stack->emplace_back(bias);
+}
+
+class SegmentedNorm : public torch::autograd::Function<SegmentedNorm> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& input,
+                               const std::optional<at::Tensor>& weight,
+                               const std::optional<at::Tensor>& bias, const Running& running,
+                               double momentum, double epsilon) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const int64_t segments = std::ssize(running.means);
+    at::Tensor result = at::empty_like(input);
+    at::Tensor means = at::empty(segments * input.size(1), input.options());
+    at::Tensor deviations = at::empty_like(means);
+    for (int64_t i = 0; i < segments; ++i) {
+      at::Tensor rows = place(result, i, segments);
+      at::Tensor mean = place(means, i, segments);
+      at::Tensor deviation = place(deviations, i, segments);
+      const auto number = static_cast<size_t>(i);
+      at::native_batch_norm_out(rows, mean, deviation, take_rows(input, 0, i, segments), weight,
+                                bias, running.means[number], running.variances[number],
+                                /*training=*/true, momentum, epsilon);
+    }
+    context->save_for_backward(
+        {input, weight.value_or(at::Tensor()), running.mean, running.variance, means, deviations});
+    context->saved_data["segments"] = segments;
+    context->saved_data["epsilon"] = epsilon;
+    context->saved_data["has_bias"] = bias.has_value();
+    context->mark_non_differentiable({means, deviations});
+    context->set_materialize_grads(false);
+    return {result, means, deviations};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    variable_list results(6);  // one for each argument of `forward`
+    if (!gradients[0].defined()) return results;
+    Stack stack = {gradients[0]};
+    const variable_list saved = context->get_saved_variables();
+    stack.insert(stack.end(), saved.begin(), saved.end());
+    const bool has_weight = saved[1].defined();
+    const bool has_bias = context->saved_data["has_bias"].toBool();
+    stack.emplace_back(/*train=*/true);
+    stack.emplace_back(context->saved_data["epsilon"]);
+    stack.emplace_back(c10::List<bool>{context->needs_input_grad(0),
+                                       has_weight && context->needs_input_grad(1),
+                                       has_bias && context->needs_input_grad(has_weight ? 2 : 1)});
+    if (at::GradMode::is_enabled())  // a second derivative
+      call_backward(&stack, context->saved_data["segments"].toInt());
+    else
+      find_backward().callBoxed(&stack);  // which a pass sees
+    for (size_t i = 0; i < stack.size(); ++i) results[i] = to_tensor(stack[i]);
+    return results;
+  }
+};
+
+}  // namespace norm
+
+void call_batch_norm(Stack* stack, int64_t segments, RunningStatistics& statistics) {
+  const Stack given(stack->end() - norm::kCount, stack->end());
+  torch::jit::drop(*stack, norm::kCount);
+  norm::Running running;
+  running.mean = norm::to_tensor(given[norm::kMean]);
+  running.variance = norm::to_tensor(given[norm::kVariance]);
+  running.means = norm::find_running(running.mean, segments, statistics);
+  running.variances = norm::find_running(running.variance, segments, statistics);
+  for (const at::Tensor& result : norm::SegmentedNorm::apply(
+           given[norm::kInput].toTensor(), norm::to_optional(given[norm::kWeight]),
+           norm::to_optional(given[norm::kBias]), running, given[norm::kMomentum].toDouble(),
+           given[norm::kEpsilon].toDouble()))
+    stack->emplace_back(result);
+}
+
+bool try_batch_norm(const c10::OperatorHandle& op, Stack* stack,
+                    const std::vector<std::vector<int64_t>>& alone, RunningStatistics& statistics) {
+  const std::string& name = op.schema().name();
+  const bool is_forward = name == "aten::native_batch_norm";
+  const bool is_backward = name == "aten::native_batch_norm_backward";
+  if ((!is_forward && !is_backward) || !op.schema().overload_name().empty()) return false;
+  const c10::IValue* const given = &*stack->end() - op.schema().arguments().size();
+  const at::Tensor& rows = given[0].toTensor();
+  const at::Tensor weight = norm::to_tensor(given[is_forward ? 1 : 2]);
+  const bool is_training = given[is_forward ? 5 : 7].toBool();
+  const bool is_plain = rows.scalar_type() == at::kFloat || rows.scalar_type() == at::kDouble;
+  if (!is_training || !is_plain || find_grown(alone.front(), rows.sizes()) != 0) return false;
+  if (weight.defined() && weight.scalar_type() != rows.scalar_type()) return false;
+  const int64_t segments = rows.size(0) / alone.front().front();
+  if (is_forward)
+    call_batch_norm(stack, segments, statistics);
+  else
+    norm::call_backward(stack, segments);
+  return true;
+}
+
+}  // namespace lockstep
