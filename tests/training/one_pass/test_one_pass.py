@@ -51,6 +51,13 @@ def on_images(*layers, outputs):
     return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *layers, nn.Flatten(), nn.Linear(outputs, 16))
 
 
+class Frozen(nn.BatchNorm2d):
+    """Batch norm that is never in training."""
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
 class Reversed(nn.LSTM):
     """The second direction of an LSTM, with time first."""
 
@@ -164,6 +171,7 @@ JOINED = {
         nn.Sigmoid(),
         outputs=64,
     ),
+    "frozen batch norm": lambda: on_images(nn.Conv2d(1, 3, 3), Frozen(3), nn.ReLU(), outputs=108),
     "batch norm without statistics": lambda: on_features(
         lambda model, x: model.norm(x), norm=nn.BatchNorm1d(64, track_running_stats=False)
     ),

@@ -84,7 +84,8 @@ IN_ORDER = """
 
 BY_ROW = """
     _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_avg_pool2d avg_pool2d
-    avg_pool2d_backward max_pool2d max_pool2d_with_indices max_pool2d_with_indices_backward
+    avg_pool2d_backward batch_norm max_pool2d max_pool2d_with_indices
+    max_pool2d_with_indices_backward
     _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data log_softmax softmax
     _fused_rms_norm _fused_rms_norm_backward group_norm layer_norm native_group_norm
     native_group_norm_backward native_layer_norm native_layer_norm_backward rms_norm
