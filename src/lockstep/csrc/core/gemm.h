@@ -38,6 +38,13 @@ struct Gaps {
   int64_t span = 1, period = 64;
 };
 
+// The elements of the result that are needed: those of row i in column j if bit i / band of
+// rows[j / span] is set. The others are undefined.
+struct Needed {
+  const uint64_t* rows = nullptr;
+  int64_t span = 1, band = 1;
+};
+
 struct Product {
   DataType type;    // f32, f64 or bf16, of all operands
   int64_t m, n, k;  // a is m x k, b is k x n
@@ -48,6 +55,7 @@ struct Product {
   bool continues = false;
   // For finite elements of a, which changes only signs of zeros.
   Gaps gaps;
+  Needed needed;
 };
 
 struct Gemm {
