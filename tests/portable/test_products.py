@@ -430,7 +430,9 @@ CONVOLUTIONS = [
     ((8, 30, 8, 8), (2, 30, 3, 3), 1, 1, 1),
     ((9, 5, 4, 5), (3, 5, 3, 3), 2, 1, 1),
     ((21, 3, 7, 6), (4, 3, 3, 5), (1, 2), (1, 2), (2, 1)),
-    ((17, 4, 12, 9), (5, 4, 3, 3), 1, 1, 1),  # images whose lines share products
+    ((17, 4, 12, 9), (5, 4, 3, 3), 1, 1, 1),
+    ((40, 65, 2, 2), (33, 65, 3, 3), 1, 1, 1),  # channels, images and tiles of rows in parts
+    ((9, 20, 5, 8), (15, 20, 3, 3), (2, 1), 1, 1),
 ]
 
 
@@ -499,6 +501,22 @@ def test_a_convolution_of_images_has_the_bits_of_each_alone(kernel_names, value)
     # The image of each corner reaches other elements of the weight.
     assert math.isfinite(value) or together[:, 1].isnan().all(0).sum() >= 7
     assert not (together == 0).logical_and(together.signbit()).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zeros_of_the_padding_are_added_to_sums_that_round_to_zero(kernel_names, dtype):
+    """They change the sign of -0, so they are left out only where there is none."""
+    x = torch.full((1, 16, 2, 2), torch.finfo(dtype).tiny, dtype=dtype)
+    weight = torch.zeros(2, 16, 3, 3, dtype=dtype, requires_grad=True)
+    gradient = torch.tensor([[[-1e-30, 1], [1, 1]]] * 2, dtype=dtype)[None]
+    expected = convolve_in_order(x, weight.detach(), gradient, 1, 1, 1)[2]
+    use(kernel_names[-1])
+    result = torch.nn.functional.conv2d(x, weight, padding=1)
+    (of_weight,) = torch.autograd.grad(result, weight, gradient)
+    assert_same(of_weight, expected)
+    assert (of_weight[:, :, 2, 2] == 0).all()
+    assert not of_weight[:, :, 2, 2].signbit().any()
+    assert of_weight[:, :, 1, 1].all()
 
 
 def test_other_convolutions_are_those_of_torch():

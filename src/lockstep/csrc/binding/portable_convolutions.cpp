@@ -12,7 +12,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstring>
+#include <bit>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <type_traits>
@@ -28,9 +29,8 @@ namespace lockstep {
 constexpr int64_t kPiece = 1 << 14;   // elements to copy for which a thread is worth starting
 constexpr int64_t kColumns = 512;     // of a matrix of patches
 constexpr int64_t kMatrix = 1 << 17;  // elements of a matrix, which then stays in the L2 cache
-constexpr int64_t kLine = 64;         // elements of a line of interleaved images, at least
 constexpr int64_t kTransposed = 16;   // numbers of each image at once
-constexpr int64_t kFewPositions = 64, kFewImages = 8;
+constexpr int64_t kFewPositions = 64, kFewImages = 8, kFewChannels = 16;
 constexpr int64_t kMatrixScratch = 3, kGatheredScratch = 4, kPlanesScratch = 5;
 
 using at::IntArrayRef;
@@ -54,17 +54,8 @@ static std::optional<ConvolutionShape> find_shape(const Tensor& input, const Ten
       !is_covered(input) || !is_covered(weight) || input.size(1) != weight.size(1) ||
       arguments.transposed || arguments.groups != 1)
     return std::nullopt;
-  ConvolutionShape shape{input.size(0),
-                         input.size(1),
-                         input.size(2),
-                         input.size(3),
-                         weight.size(0),
-                         0,
-                         0,
-                         {},
-                         {},
-                         {},
-                         {}};
+  ConvolutionShape shape{input.size(0), input.size(1), input.size(2), input.size(3),
+                         weight.size(0)};
   for (int i = 0; i < 2; ++i) {
     const auto pick = [i](IntArrayRef values) { return values[values.size() == 1 ? 0 : i]; };
     for (const IntArrayRef values : {arguments.stride, arguments.padding, arguments.dilation})
@@ -114,6 +105,14 @@ static T* get_scratch(int64_t use, int64_t count) {
 template <typename T>
 static constexpr DataType kType = std::is_same_v<T, float> ? DataType::f32 : DataType::f64;
 
+// Computes or continues the sums of a product.
+template <typename T>
+static void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& b,
+                     const Operand& sums, bool continues = false, const Gaps& gaps = {},
+                     const Needed& needed = {}) {
+  portable_gemm().multiply({kType<T>, m, n, k, a, b, {}, sums, 1, 0, continues, gaps, needed});
+}
+
 // Copies between [image][channel][position] and [channel][image, position].
 template <typename T>
 static void copy_positions(const ConvolutionShape& shape, const Part& part, T* images, T* matrix,
@@ -123,11 +122,19 @@ static void copy_positions(const ConvolutionShape& shape, const Part& part, T* i
     for (int64_t image = 0; image < part.images; ++image, matrix += count) {
       T* place = images + ((part.image + image) * shape.outputs + output) * shape.positions() +
                  part.row * shape.columns;
-      if (gather)
-        std::copy(place, place + count, matrix);
-      else
-        std::copy(matrix, matrix + count, place);
+      std::copy_n(gather ? place : matrix, count, gather ? matrix : place);
     }
+}
+
+// Returns the gradient of the result as a matrix.
+template <typename T>
+static Operand gather_outputs(const ConvolutionShape& shape, const Part& part, const T* gradient) {
+  const int64_t positions = shape.positions(), columns = part.columns(shape);
+  const int64_t first = part.image * shape.outputs * positions + part.row * shape.columns;
+  if (part.images == 1) return {gradient + first, positions, 1};
+  T* gathered = get_scratch<T>(kGatheredScratch, shape.outputs * columns);
+  copy_positions(shape, part, const_cast<T*>(gradient), gathered, true);
+  return {gathered, columns, 1};
 }
 
 // Returns the patches of the channels from `channel` on, as a matrix.
@@ -162,74 +169,72 @@ static void separate(int64_t images, int64_t count, const T* from, T* to, int64_
         to[image * pitch + i] = from[i * images + image];
 }
 
-// The bits of the elements of the kernel that lie on the image, for each result position.
-static std::vector<uint64_t> find_reach(const ConvolutionShape& shape) {
-  std::vector<uint64_t> reach(static_cast<size_t>(shape.positions()));
+// The bits of the elements of the kernel that lie on the image, for each result position, or of
+// these positions for each element.
+static std::vector<uint64_t> find_reach(const ConvolutionShape& shape, bool by_tap = false) {
+  std::vector<uint64_t> reach(static_cast<size_t>(by_tap ? shape.taps() : shape.positions()));
   for (int64_t tap = 0; tap < shape.taps(); ++tap) {
     const Tap positions(shape, tap / shape.kernel[1], tap % shape.kernel[1], 0, shape.rows);
     for (int64_t row = positions.first_row; row < positions.end_row; ++row)
-      for (int64_t column = positions.first; column < positions.end; ++column)
-        reach[static_cast<size_t>(row * shape.columns + column)] |= uint64_t{1} << tap;
+      for (int64_t column = positions.first; column < positions.end; ++column) {
+        const int64_t position = row * shape.columns + column;
+        reach[static_cast<size_t>(by_tap ? tap : position)] |= uint64_t{1}
+                                                               << (by_tap ? position : tap);
+      }
   }
   return reach;
 }
 
+// Returns the smallest exponent of a number other than 0, as it is stored, or a negative number if
+// one is not finite.
 template <typename T>
-static bool is_finite(const T* values, int64_t count) {
+static int find_exponent(const T* values, int64_t count) {
   using Bits = std::conditional_t<std::is_same_v<T, float>, uint32_t, uint64_t>;
-  constexpr Bits exponent = std::is_same_v<T, float> ? Bits(0x7f800000) : Bits(0x7ff) << 52;
-  Bits largest = 0;
+  constexpr Bits infinite = 2 * std::numeric_limits<T>::max_exponent - 1;
+  Bits smallest = infinite, largest = 0;
   for (int64_t i = 0; i < count; ++i) {
-    Bits bits;
-    std::memcpy(&bits, values + i, sizeof bits);
-    largest = std::max(largest, bits & exponent);
+    const Bits bits = std::bit_cast<Bits>(values[i]) << 1;
+    const Bits exponent = bits >> std::numeric_limits<T>::digits;
+    smallest = std::min(smallest, bits ? exponent : infinite);
+    largest = std::max(largest, exponent);
   }
-  return largest != exponent;
+  return largest < infinite ? static_cast<int>(smallest) : -2 * static_cast<int>(infinite);
 }
 
-// Returns how many images share the products if the padding is left out, or 0 if that saves little.
-static int64_t count_without_padding(const ConvolutionShape& shape) {
-  if (shape.taps() > 64 || shape.positions() > kFewPositions || shape.images < kFewImages) return 0;
+// Whether leaving out the padding saves much.
+static bool has_much_padding(const ConvolutionShape& shape) {
+  if (shape.taps() > 64 || shape.positions() > kFewPositions) return false;
   int64_t filled = 0;
   for (const uint64_t taps : find_reach(shape)) filled += __builtin_popcountll(taps);
-  if (10 * filled > 9 * shape.positions() * shape.taps()) return 0;
-  const int64_t even = (shape.images + at::get_num_threads() - 1) / at::get_num_threads();
-  return std::clamp(kColumns / shape.positions(), kFewImages, std::max(even, kFewImages));
+  return 10 * filled <= 9 * shape.positions() * shape.taps();
 }
 
 // The same products without those of the padding, which add zeros. The images are the innermost
 // dimension, so that the columns of a vector belong to few positions.
 template <typename T>
-static void convolve_without_padding(const ConvolutionShape& shape, int64_t together,
-                                     const T* input, const T* weight, T* result) {
-  const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
-  const int64_t pixels = shape.pixels();
+static void convolve_without_padding(const ConvolutionShape& shape, const T* input, const T* weight,
+                                     T* result) {
+  const int64_t positions = shape.positions(), pixels = shape.pixels(), taps = shape.taps();
+  const int64_t even = (shape.images + at::get_num_threads() - 1) / at::get_num_threads();
+  const int64_t together = std::clamp(kColumns / positions, kFewImages, std::max(even, kFewImages));
   const std::vector<uint64_t> reach = find_reach(shape);
   const int64_t groups = (shape.images + together - 1) / together;
   run_parallel(groups, find_grain(shape, groups), [&](int64_t number) {
     const int64_t first = number * together, images = std::min(together, shape.images - first);
     const int64_t columns = positions * images;
-    const int64_t block = std::max<int64_t>(1, kMatrix / (columns * shape.taps()));
+    const int64_t block = std::clamp<int64_t>(kMatrix / (columns * taps), 1, shape.channels);
     T* sums = get_scratch<T>(kGatheredScratch, shape.outputs * columns);
+    T* matrix = get_scratch<T>(kMatrixScratch, block * taps * columns);
+    std::fill(matrix, matrix + block * taps * columns, T(0));
     for (int64_t channel = 0; channel < shape.channels; channel += block) {
       const int64_t channels = std::min(block, shape.channels - channel);
       T* planes = get_scratch<T>(kPlanesScratch, channels * pixels * images);
       interleave(images, channels * pixels, input + (first * shape.channels + channel) * pixels,
                  shape.channels * pixels, planes);
-      T* matrix = get_scratch<T>(kMatrixScratch, channels * shape.taps() * columns);
-      unfold_interleaved(shape, planes, channels, images, matrix);
-      portable_gemm().multiply({kType<T>,
-                                shape.outputs,
-                                columns,
-                                channels * shape.taps(),
-                                {weight + channel * shape.taps(), patch, 1},
-                                {matrix, columns, 1},
-                                {},
-                                {sums, columns, 1},
-                                1,
-                                0,
-                                channel > 0,
-                                {reach.data(), images, shape.taps()}});
+      unfold_interleaved(shape, planes, channels, images, matrix, columns, images);
+      multiply<T>(shape.outputs, columns, channels * taps,
+                  {weight + channel * taps, shape.channels * taps, 1}, {matrix, columns, 1},
+                  {sums, columns, 1}, channel > 0, {reach.data(), images, taps});
     }
     separate(images, shape.outputs * positions, sums, result + first * shape.outputs * positions,
              shape.outputs * positions);
@@ -238,9 +243,9 @@ static void convolve_without_padding(const ConvolutionShape& shape, int64_t toge
 
 template <typename T>
 static void convolve(const ConvolutionShape& shape, const T* input, const T* weight, T* result) {
-  const int64_t together = count_without_padding(shape);
-  if (together && is_finite(weight, shape.outputs * shape.channels * shape.taps()))
-    return convolve_without_padding(shape, together, input, weight, result);
+  if (has_much_padding(shape) && shape.images >= kFewImages &&
+      find_exponent(weight, shape.outputs * shape.channels * shape.taps()) >= 0)
+    return convolve_without_padding(shape, input, weight, result);
   const std::vector<Part> parts = divide(shape);
   const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
   const auto tasks = static_cast<int64_t>(parts.size());
@@ -255,167 +260,161 @@ static void convolve(const ConvolutionShape& shape, const T* input, const T* wei
     for (int64_t channel = 0; channel < shape.channels; channel += block) {
       const int64_t channels = std::min(block, shape.channels - channel);
       const Operand patches = unfold_part(shape, part, input, channel, channels);
-      portable_gemm().multiply({kType<T>,
-                                shape.outputs,
-                                columns,
-                                channels * shape.taps(),
-                                {weight + channel * shape.taps(), patch, 1},
-                                patches,
-                                {},
-                                sums,
-                                1,
-                                0,
-                                channel > 0});
+      multiply<T>(shape.outputs, columns, channels * shape.taps(),
+                  {weight + channel * shape.taps(), patch, 1}, patches, sums, channel > 0);
     }
     if (gathered) copy_positions(shape, part, result, gathered, false);
   });
 }
 
-// Returns how many channels a thread takes at once.
+// Returns how many channels a thread takes at once: about as many each time, and whole vectors.
 static int64_t divide_channels(const ConvolutionShape& shape, int64_t tasks, int64_t most) {
   const int64_t threads = std::max<int64_t>(1, at::get_num_threads() / tasks);
   const int64_t even = (shape.channels + threads - 1) / threads;
-  return std::clamp<int64_t>(most, 1, even);
+  const int64_t times = (even - 1) / std::max<int64_t>(1, most) + 1;
+  return std::min(((even - 1) / times + 8) / 8 * 8, even);
+}
+
+// The same sums without the products of the padding, where no sum is rounded to 0: adding zeros
+// would change the sign of -0. The channels are the innermost dimension, so that the columns of a
+// vector belong to one element of the kernel.
+template <typename T>
+static void compute_weight_gradient_without_padding(const ConvolutionShape& shape,
+                                                    const T* gradient, const T* input, T* result) {
+  const int64_t positions = shape.positions(), pixels = shape.pixels(), taps = shape.taps();
+  const int64_t terms = shape.images * positions;
+  const bool is_exact = find_exponent(gradient, shape.outputs * terms) +
+                            find_exponent(input, shape.images * shape.channels * pixels) >=
+                        std::numeric_limits<T>::max_exponent + std::numeric_limits<T>::digits;
+  const std::vector<uint64_t> reach = find_reach(shape, true);
+  const int64_t together = std::clamp<int64_t>(kColumns / positions, 1, shape.images);
+  const int64_t most = std::max(together * positions, shape.outputs);
+  const int64_t block = divide_channels(shape, 1, kMatrix / (most * taps));
+  const int64_t blocks = (shape.channels + block - 1) / block;
+  // [output][image][position]
+  const std::unique_ptr<T[]> outputs(new T[shape.outputs * terms]);
+  run_parallel(shape.outputs, std::max<int64_t>(1, kPiece / terms), [&](int64_t output) {
+    for (int64_t image = 0; image < shape.images; ++image) {
+      const T* from = gradient + (image * shape.outputs + output) * positions;
+      std::copy(from, from + positions, outputs.get() + output * terms + image * positions);
+    }
+  });
+  run_parallel(blocks, find_grain(shape, blocks), [&](int64_t number) {
+    const int64_t channel = number * block, channels = std::min(block, shape.channels - channel);
+    const int64_t columns = taps * channels;
+    T* sums = get_scratch<T>(kGatheredScratch, shape.outputs * columns);
+    T* planes = get_scratch<T>(kPlanesScratch, pixels * channels);
+    T* matrix = get_scratch<T>(kMatrixScratch, together * positions * columns);
+    std::fill(matrix, matrix + together * positions * columns, T(0));
+    for (int64_t first = 0; first < shape.images; first += together) {
+      const int64_t images = std::min(together, shape.images - first);
+      for (int64_t image = 0; image < images; ++image) {
+        interleave(channels, pixels, input + ((first + image) * shape.channels + channel) * pixels,
+                   pixels, planes);
+        unfold_interleaved(shape, planes, 1, channels, matrix + image * positions * columns,
+                           channels, columns);
+      }
+      multiply<T>(shape.outputs, columns, images * positions,
+                  {outputs.get() + first * positions, terms, 1}, {matrix, columns, 1},
+                  {sums, columns, 1}, first > 0,
+                  {is_exact ? reach.data() : nullptr, channels, positions});
+    }
+    for (int64_t output = 0; output < shape.outputs; ++output)
+      separate(channels, taps, sums + output * columns,
+               result + (output * shape.channels + channel) * taps, taps);
+  });
 }
 
 template <typename T>
 static void compute_weight_gradient(const ConvolutionShape& shape, const T* gradient,
                                     const T* input, T* result) {
+  if (has_much_padding(shape) && shape.channels >= kFewChannels)
+    return compute_weight_gradient_without_padding(shape, gradient, input, result);
   const std::vector<Part> parts = divide(shape);
-  const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
+  const int64_t patch = shape.channels * shape.taps();
   const int64_t block = divide_channels(shape, 1, kMatrix / (kColumns * shape.taps()));
   const int64_t blocks = (shape.channels + block - 1) / block;
   run_parallel(blocks, find_grain(shape, blocks), [&](int64_t number) {
     const int64_t channel = number * block, channels = std::min(block, shape.channels - channel);
     for (const Part& part : parts) {
-      const int64_t columns = part.columns(shape);
       const Operand patches = unfold_part(shape, part, input, channel, channels);
-      Operand outputs{gradient + part.image * shape.outputs * positions + part.row * shape.columns,
-                      positions, 1};
-      if (part.images > 1) {
-        T* gathered = get_scratch<T>(kGatheredScratch, shape.outputs * columns);
-        copy_positions(shape, part, const_cast<T*>(gradient), gathered, true);
-        outputs = {gathered, columns, 1};
-      }
-      portable_gemm().multiply({kType<T>,
-                                shape.outputs,
-                                channels * shape.taps(),
-                                columns,
-                                outputs,
-                                {patches.data, patches.column_stride, patches.row_stride},
-                                {},
-                                {result + channel * shape.taps(), patch, 1},
-                                1,
-                                0,
-                                &part != parts.data()});
+      multiply<T>(shape.outputs, channels * shape.taps(), part.columns(shape),
+                  gather_outputs(shape, part, gradient),
+                  {patches.data, patches.column_stride, patches.row_stride},
+                  {result + channel * shape.taps(), patch, 1}, &part != parts.data());
     }
   });
 }
 
-// Returns how many images share the products of a line, or 0 if a matrix of patches is faster:
-// where little is beyond the edges, for short lines, and for many pixels.
-static int64_t count_interleaved(const ConvolutionShape& shape) {
-  if (shape.taps() == 1 || shape.stride[0] != 1 || shape.stride[1] != 1 ||
-      shape.positions() > kFewPositions)
-    return 0;
-  const int64_t images = std::min(kColumns / shape.positions(), shape.images);
-  if (images * shape.columns < kLine || images * shape.pixels() > kMatrix / 16) return 0;
-  return images;
-}
-
-// The same sums without a matrix of patches: each element of the kernel adds a product to pixels.
-//
-//     pixels (channels x line, images)  +=  weight' of (i, j) times gradient of an output row
-//
-// Positions whose pixel is beyond an edge are left out. The images are the innermost dimension,
-// so that the shortest line is long enough for vectors.
+// The same sums without the products of positions whose pixel is beyond an edge. The images are the
+// innermost dimension, so that the columns of a vector belong to few positions.
 template <typename T>
-static void add_to_pixels(const ConvolutionShape& shape, int64_t together, const T* gradient,
-                          const T* weight, T* result) {
+static void compute_input_gradient_without_padding(const ConvolutionShape& shape, const T* gradient,
+                                                   const T* weight, T* result) {
   const int64_t positions = shape.positions(), pixels = shape.pixels(), taps = shape.taps();
+  const int64_t together = std::clamp(kColumns / positions, kFewImages, shape.images);
   const int64_t groups = (shape.images + together - 1) / together;
-  const int64_t block = divide_channels(shape, groups, kMatrix / (together * pixels));
+  const int64_t block = divide_channels(shape, groups, kMatrix / (together * positions * taps));
   const int64_t blocks = (shape.channels + block - 1) / block;
-  // [tap][output][channel]
+  const std::vector<uint64_t> reach = find_reach(shape);
+  // [block][output][tap][channel]
   const std::unique_ptr<T[]> by_tap(new T[taps * shape.outputs * shape.channels]);
-  const int64_t few = std::max<int64_t>(1, kPiece / (shape.channels * taps));
-  run_parallel(shape.outputs, few, [&](int64_t output) {
-    for (int64_t channel = 0; channel < shape.channels; ++channel)
+  run_parallel(shape.outputs, kPiece / (shape.channels * taps), [&](int64_t output) {
+    for (int64_t channel = 0; channel < shape.channels; channel += block) {
+      const int64_t channels = std::min(block, shape.channels - channel);
+      const T* from = weight + (output * shape.channels + channel) * taps;
+      T* to = by_tap.get() + (channel * shape.outputs + output * channels) * taps;
       for (int64_t tap = 0; tap < taps; ++tap)
-        by_tap[(tap * shape.outputs + output) * shape.channels + channel] =
-            weight[(output * shape.channels + channel) * taps + tap];
+        for (int64_t i = 0; i < channels; ++i) to[tap * channels + i] = from[i * taps + tap];
+    }
+  });
+  // [group][output][position][image]
+  const std::unique_ptr<T[]> outputs(new T[shape.images * shape.outputs * positions]);
+  run_parallel(groups * shape.outputs, kPiece / (positions * together), [&](int64_t number) {
+    const int64_t first = number / shape.outputs * together, output = number % shape.outputs;
+    const int64_t images = std::min(together, shape.images - first);
+    interleave(images, positions, gradient + (first * shape.outputs + output) * positions,
+               shape.outputs * positions,
+               outputs.get() + (first * shape.outputs + output * images) * positions);
   });
   run_parallel(groups * blocks, find_grain(shape, groups * blocks), [&](int64_t number) {
     const int64_t first = number / blocks * together, channel = number % blocks * block;
     const int64_t channels = std::min(block, shape.channels - channel);
     const int64_t images = std::min(together, shape.images - first);
-    T* outputs = get_scratch<T>(kGatheredScratch, shape.outputs * positions * images);
-    interleave(images, shape.outputs * positions, gradient + first * shape.outputs * positions,
-               shape.outputs * positions, outputs);
-    T* sums = get_scratch<T>(kMatrixScratch, channels * pixels * images);
-    std::fill(sums, sums + channels * pixels * images, T(0));
-    for (int64_t tap = 0; tap < taps; ++tap) {
-      const Tap reach(shape, tap / shape.kernel[1], tap % shape.kernel[1], 0, shape.rows);
-      const int64_t length = (reach.end - reach.first) * images;
-      if (length == 0) continue;
-      for (int64_t row = reach.first_row; row < reach.end_row; ++row) {
-        const int64_t line = reach.line + row - reach.first_row;
-        T* place = sums + (line * shape.width + reach.first + reach.offset) * images;
-        const Operand sum{place, pixels * images, 1};
-        portable_gemm().multiply(
-            {kType<T>,
-             channels,
-             length,
-             shape.outputs,
-             {by_tap.get() + tap * shape.outputs * shape.channels + channel, 1, shape.channels},
-             {outputs + (row * shape.columns + reach.first) * images, positions * images, 1},
-             sum,
-             sum,
-             1,
-             1});
-      }
-    }
-    separate(images, channels * pixels, sums, result + (first * shape.channels + channel) * pixels,
-             shape.channels * pixels);
+    const int64_t rows = taps * channels, columns = positions * images;
+    T* matrix = get_scratch<T>(kMatrixScratch, rows * columns);
+    multiply<T>(rows, columns, shape.outputs,
+                {by_tap.get() + channel * shape.outputs * taps, 1, rows},
+                {outputs.get() + first * shape.outputs * positions, columns, 1},
+                {matrix, columns, 1}, false, {}, {reach.data(), images, channels});
+    T* planes = get_scratch<T>(kPlanesScratch, channels * pixels * images);
+    fold_interleaved(shape, matrix, channels, images, planes);
+    separate(images, channels * pixels, planes,
+             result + (first * shape.channels + channel) * pixels, shape.channels * pixels);
   });
 }
 
 template <typename T>
 static void compute_input_gradient(const ConvolutionShape& shape, const T* gradient,
                                    const T* weight, T* result) {
-  if (const int64_t together = count_interleaved(shape))
-    return add_to_pixels(shape, together, gradient, weight, result);
-  const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
+  if (has_much_padding(shape) && shape.images >= kFewImages)
+    return compute_input_gradient_without_padding(shape, gradient, weight, result);
+  const int64_t positions = shape.positions(), taps = shape.taps();
   // Images with few positions share a product.
   const int64_t together = std::clamp<int64_t>(kColumns / positions, 1, shape.images);
   const int64_t groups = (shape.images + together - 1) / together;
-  const int64_t block =
-      divide_channels(shape, groups, kMatrix / (together * positions * shape.taps()));
+  const int64_t block = divide_channels(shape, groups, kMatrix / (together * positions * taps));
   const int64_t blocks = (shape.channels + block - 1) / block;
   run_parallel(groups * blocks, find_grain(shape, groups * blocks), [&](int64_t number) {
     const int64_t first = number / blocks * together, channel = number % blocks * block;
     const int64_t channels = std::min(block, shape.channels - channel);
     const Part part{first, std::min(together, shape.images - first), 0, shape.rows};
-    const int64_t columns = part.columns(shape), rows = channels * shape.taps();
-    Operand outputs{gradient + first * shape.outputs * positions, positions, 1};
-    if (part.images > 1) {
-      T* gathered = get_scratch<T>(kGatheredScratch, shape.outputs * columns);
-      copy_positions(shape, part, const_cast<T*>(gradient), gathered, true);
-      outputs = {gathered, columns, 1};
-    }
+    const int64_t columns = part.columns(shape), rows = channels * taps;
     T* place = result + (first * shape.channels + channel) * shape.pixels();
     const bool is_direct = shape.is_pointwise() && part.images == 1;
     T* matrix = is_direct ? place : get_scratch<T>(kMatrixScratch, rows * columns);
-    portable_gemm().multiply({kType<T>,
-                              rows,
-                              columns,
-                              shape.outputs,
-                              {weight + channel * shape.taps(), 1, patch},
-                              outputs,
-                              {},
-                              {matrix, columns, 1},
-                              1,
-                              0});
+    multiply<T>(rows, columns, shape.outputs, {weight + channel * taps, 1, shape.channels * taps},
+                gather_outputs(shape, part, gradient), {matrix, columns, 1});
     if (is_direct) return;
     for (int64_t image = 0; image < part.images; ++image)
       fold(shape, matrix + image * positions, columns, channels,
@@ -451,8 +450,7 @@ static Tensor convolution(const Tensor& input, const Tensor& weight,
                           IntArrayRef output_padding, int64_t groups) {
   const bool has_bias = bias && bias->defined();
   if (is_short(input, weight) && (!has_bias || bias->scalar_type() == input.scalar_type())) {
-    std::optional<Tensor> wide_bias;
-    if (has_bias) wide_bias = bias->to(at::kFloat);
+    const auto wide_bias = has_bias ? std::optional(bias->to(at::kFloat)) : std::nullopt;
     return lockstep::convolution(input.to(at::kFloat), weight.to(at::kFloat), wide_bias, stride,
                                  padding, dilation, transposed, output_padding, groups)
         .to(input.scalar_type());

@@ -42,13 +42,21 @@ void unfold(const ConvolutionShape& shape, const T* image, int64_t channels, int
             int64_t end, T* matrix, int64_t pitch);
 
 // The same for pixels of several images, [channel][pixel][image]: the columns are (y, x, image).
+// `pitch` is the number of elements between two rows, and `step` between two positions. What is
+// beyond the edges is not written.
 template <typename T>
 void unfold_interleaved(const ConvolutionShape& shape, const T* planes, int64_t channels,
-                        int64_t images, T* matrix);
+                        int64_t images, T* matrix, int64_t pitch, int64_t step);
 
 // Writes for each pixel the sum of its elements in such a matrix of all output rows, in the order
 // of (i, j). Elements beyond the edges are set to 0.
 template <typename T>
 void fold(const ConvolutionShape& shape, T* matrix, int64_t pitch, int64_t channels, T* image);
+
+// The same for pixels of several images, [channel][pixel][image]: the rows are (i, j, channel), the
+// columns (y, x, image), and elements beyond the edges are not read.
+template <typename T>
+void fold_interleaved(const ConvolutionShape& shape, const T* matrix, int64_t channels,
+                      int64_t images, T* planes);
 
 }  // namespace lockstep
