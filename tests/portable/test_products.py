@@ -519,6 +519,21 @@ def test_zeros_of_the_padding_are_added_to_sums_that_round_to_zero(kernel_names,
     assert of_weight[:, :, 1, 1].all()
 
 
+def test_gradients_of_images_that_round_to_zero_are_those_of_each_alone(kernel_names):
+    weight = torch.full((2, 3, 1, 1), torch.finfo(torch.float32).tiny)
+    gradient = torch.full((4, 2, 16, 16), -1e-30)
+    use(kernel_names[-1])
+
+    def differentiate(part):
+        x = torch.zeros(len(part), 3, 16, 16, requires_grad=True)
+        return torch.autograd.grad(torch.nn.functional.conv2d(x, weight), x, part)[0]
+
+    together = differentiate(gradient)
+    assert_same(together, torch.cat([differentiate(part[None]) for part in gradient]))
+    assert not together.any()
+    assert not together.signbit().any()
+
+
 def test_other_convolutions_are_those_of_torch():
     functional = torch.nn.functional
     x = torch.ones(1, 4, 5, 5)

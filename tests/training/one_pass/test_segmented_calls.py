@@ -40,14 +40,17 @@ def add_segments(
 
 
 def make_calls(
-    operator: Callable[[], torch.Tensor], slices: Sequence[tuple[int, int]], segments: int
+    operator: Callable[[], Any],
+    slices: Sequence[tuple[int, int]],
+    segments: int,
+    results: Sequence[int] = (-1,),
 ) -> Any:
     """Return what calls an operator for the rows of each segment."""
     native = load_native()
     recorded = native.RecordedCalls(restores=True, keeps=False, first=None)
     recorded.run(operator)
     (call,) = recorded.calls
-    rule = native.SegmentRule([*slices], [-1], [], draws=False, turns=1, keeps_parts=False)
+    rule = native.SegmentRule([*slices], [*results], [], draws=False, turns=1, keeps_parts=False)
     return native.SegmentedCalls([(call[0], call[1], rule, call[-1])], segments)
 
 
@@ -103,6 +106,70 @@ def test_products_of_segments_are_one_call(dtype: torch.dtype, count: int) -> No
         calls.run(lambda: torch.mm(a, b))
     called = [event for event in profile.function_events if event.name == "aten::mm"]
     assert len(called) == count  # the one that is seen, and one for each segment
+
+
+class Convolution:
+    """A convolution of the samples of several segments, and its backward pass for some of them."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self.segments = draw(st.integers(1, 9))
+        channels, outputs = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+        sizes = [draw(st.integers(3, 12)) for _ in range(2)]
+        kernel = [draw(st.integers(1, 3)) for _ in range(2)]
+        self._stride = [draw(st.integers(1, 2))] * 2
+        self._padding = [draw(st.integers(0, 1))] * 2
+        self._mask = draw(st.lists(st.booleans(), min_size=3, max_size=3).filter(any))
+        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+
+        def make(*shape: int) -> torch.Tensor:
+            values = torch.randn(*shape, generator=generator)
+            values[values.abs() < 0.2] = -0.0
+            return values.to(dtype)
+
+        self.samples = self.segments * draw(st.integers(1, 4))
+        self._weight = make(outputs, channels, *kernel)
+        self._input = make(self.samples, channels, *sizes)
+        if draw(st.booleans()):
+            self._input = self._input.contiguous(memory_format=torch.channels_last)
+        result = torch.conv2d(self._input, self._weight, None, self._stride, self._padding)
+        self._gradient = make(*result.shape)
+
+    def backward(self, part: slice = slice(None)) -> Callable[[], Any]:
+        """Return what computes the gradients of the input, the weight and the bias."""
+        parts = (self._gradient[part].clone(), self._input[part].clone(), self._weight)
+        sizes = [len(self._weight)]
+        others = ([1, 1], False, [0, 0], 1, self._mask)
+        return lambda: torch.ops.aten.convolution_backward(
+            *parts, sizes, self._stride, self._padding, *others
+        )
+
+
+@given(st.composite(Convolution)(), st.integers(1, 4))
+def test_convolutions_of_segments_have_the_bits_of_separate_ones(
+    convolution: Convolution, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    segments = convolution.segments
+    backward = convolution.backward()
+    calls = make_calls(backward, [(0, 0), (1, 0)], segments, (0, -1, -1))
+    with torch.no_grad():
+        found = calls.run(backward)
+    torch.set_num_threads(1)
+    each = convolution.samples // segments
+    alone = [convolution.backward(slice(n * each, (n + 1) * each))() for n in range(segments)]
+    for number, gradient in enumerate(found):
+        own = [gradients[number] for gradients in alone]
+        if gradient is None:
+            assert own == [None] * segments
+            continue
+        expected = (
+            torch.cat(own)
+            if number == 0
+            else add_segments(lambda part, of=own: of[part.start], segments, segments)
+        )
+        assert gradient.stride() == expected.stride()
+        assert all(have_same_bits([(gradient, expected)])), number
 
 
 class Layer:

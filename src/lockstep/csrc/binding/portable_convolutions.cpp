@@ -1,7 +1,9 @@
 // convolution and convolution_backward, in two dimensions and without groups.
 //
 //     result           weight (outputs x patch) times patches (patch x positions)
-//     weight gradient  gradient (outputs x positions) times patches', image after image
+//     weight gradient  gradient (outputs x positions) times patches', image after image; for
+//     several
+//                      micro-batches the sum of theirs along the tree
 //     input gradient   weight' times gradient, whose elements are added to the pixels
 //
 // See unfolding.h. The order of a sum is that of the matrices: (channel, i, j) in the result, and
@@ -21,6 +23,7 @@
 
 #include "gemm.h"
 #include "portable_kernels.h"
+#include "segment_sums.h"
 #include "tensors.h"
 #include "unfolding.h"
 
@@ -279,7 +282,7 @@ static int64_t divide_channels(const ConvolutionShape& shape, int64_t tasks, int
 // would change the sign of -0. The channels are the innermost dimension, so that the columns of a
 // vector belong to one element of the kernel.
 template <typename T>
-static void compute_weight_gradient_without_padding(const ConvolutionShape& shape,
+static void compute_weight_gradient_without_padding(const ConvolutionShape& shape, int64_t segments,
                                                     const T* gradient, const T* input, T* result) {
   const int64_t positions = shape.positions(), pixels = shape.pixels(), taps = shape.taps();
   const int64_t terms = shape.images * positions;
@@ -287,7 +290,8 @@ static void compute_weight_gradient_without_padding(const ConvolutionShape& shap
                             find_exponent(input, shape.images * shape.channels * pixels) >=
                         std::numeric_limits<T>::max_exponent + std::numeric_limits<T>::digits;
   const std::vector<uint64_t> reach = find_reach(shape, true);
-  const int64_t together = std::clamp<int64_t>(kColumns / positions, 1, shape.images);
+  const int64_t each = shape.images / segments;
+  const int64_t together = std::clamp<int64_t>(kColumns / positions, 1, each);
   const int64_t most = std::max(together * positions, shape.outputs);
   const int64_t block = divide_channels(shape, 1, kMatrix / (most * taps));
   const int64_t blocks = (shape.channels + block - 1) / block;
@@ -302,23 +306,28 @@ static void compute_weight_gradient_without_padding(const ConvolutionShape& shap
   run_parallel(blocks, find_grain(shape, blocks), [&](int64_t number) {
     const int64_t channel = number * block, channels = std::min(block, shape.channels - channel);
     const int64_t columns = taps * channels;
-    T* sums = get_scratch<T>(kGatheredScratch, shape.outputs * columns);
+    const int64_t size = shape.outputs * columns;
+    T* sums = get_scratch<T>(kGatheredScratch, (1 + count_waiting(segments)) * size);
     T* planes = get_scratch<T>(kPlanesScratch, pixels * channels);
     T* matrix = get_scratch<T>(kMatrixScratch, together * positions * columns);
     std::fill(matrix, matrix + together * positions * columns, T(0));
-    for (int64_t first = 0; first < shape.images; first += together) {
-      const int64_t images = std::min(together, shape.images - first);
-      for (int64_t image = 0; image < images; ++image) {
-        interleave(channels, pixels, input + ((first + image) * shape.channels + channel) * pixels,
-                   pixels, planes);
-        unfold_interleaved(shape, planes, 1, channels, matrix + image * positions * columns,
-                           channels, columns);
+    const auto compute = [&](int64_t segment, T* place, int64_t) {
+      const int64_t end = (segment + 1) * each;
+      for (int64_t first = segment * each; first < end; first += together) {
+        const int64_t images = std::min(together, end - first);
+        for (int64_t image = 0; image < images; ++image) {
+          interleave(channels, pixels,
+                     input + ((first + image) * shape.channels + channel) * pixels, pixels, planes);
+          unfold_interleaved(shape, planes, 1, channels, matrix + image * positions * columns,
+                             channels, columns);
+        }
+        multiply<T>(shape.outputs, columns, images * positions,
+                    {outputs.get() + first * positions, terms, 1}, {matrix, columns, 1},
+                    {place, columns, 1}, first > segment * each,
+                    {is_exact ? reach.data() : nullptr, channels, positions});
       }
-      multiply<T>(shape.outputs, columns, images * positions,
-                  {outputs.get() + first * positions, terms, 1}, {matrix, columns, 1},
-                  {sums, columns, 1}, first > 0,
-                  {is_exact ? reach.data() : nullptr, channels, positions});
-    }
+    };
+    sum_segments(segments, shape.outputs, columns, sums, columns, sums + size, compute);
     for (int64_t output = 0; output < shape.outputs; ++output)
       separate(channels, taps, sums + output * columns,
                result + (output * shape.channels + channel) * taps, taps);
@@ -326,23 +335,33 @@ static void compute_weight_gradient_without_padding(const ConvolutionShape& shap
 }
 
 template <typename T>
-static void compute_weight_gradient(const ConvolutionShape& shape, const T* gradient,
-                                    const T* input, T* result) {
+static void compute_weight_gradient(const ConvolutionShape& shape, int64_t segments,
+                                    const T* gradient, const T* input, T* result) {
   if (has_much_padding(shape) && shape.channels >= kFewChannels)
-    return compute_weight_gradient_without_padding(shape, gradient, input, result);
-  const std::vector<Part> parts = divide(shape);
+    return compute_weight_gradient_without_padding(shape, segments, gradient, input, result);
+  ConvolutionShape own = shape;
+  own.images /= segments;
+  const std::vector<Part> parts = divide(own);
   const int64_t patch = shape.channels * shape.taps();
   const int64_t block = divide_channels(shape, 1, kMatrix / (kColumns * shape.taps()));
   const int64_t blocks = (shape.channels + block - 1) / block;
   run_parallel(blocks, find_grain(shape, blocks), [&](int64_t number) {
     const int64_t channel = number * block, channels = std::min(block, shape.channels - channel);
-    for (const Part& part : parts) {
-      const Operand patches = unfold_part(shape, part, input, channel, channels);
-      multiply<T>(shape.outputs, channels * shape.taps(), part.columns(shape),
-                  gather_outputs(shape, part, gradient),
-                  {patches.data, patches.column_stride, patches.row_stride},
-                  {result + channel * shape.taps(), patch, 1}, &part != parts.data());
-    }
+    const int64_t columns = channels * shape.taps();
+    const auto compute = [&](int64_t segment, T* place, int64_t pitch) {
+      for (Part part : parts) {
+        const bool is_first = part.image == 0 && part.row == 0;
+        part.image += segment * own.images;
+        const Operand patches = unfold_part(shape, part, input, channel, channels);
+        multiply<T>(shape.outputs, columns, part.columns(shape),
+                    gather_outputs(shape, part, gradient),
+                    {patches.data, patches.column_stride, patches.row_stride}, {place, pitch, 1},
+                    !is_first);
+      }
+    };
+    T* waiting = get_scratch<T>(kPlanesScratch, count_waiting(segments) * shape.outputs * columns);
+    sum_segments(segments, shape.outputs, columns, result + channel * shape.taps(), patch, waiting,
+                 compute);
   });
 }
 
@@ -415,7 +434,11 @@ static void compute_input_gradient(const ConvolutionShape& shape, const T* gradi
     T* matrix = is_direct ? place : get_scratch<T>(kMatrixScratch, rows * columns);
     multiply<T>(rows, columns, shape.outputs, {weight + channel * taps, 1, shape.channels * taps},
                 gather_outputs(shape, part, gradient), {matrix, columns, 1});
-    if (is_direct) return;
+    if (is_direct) {
+      // As with several images, where products are added to zeros: -0 becomes 0.
+      for (int64_t i = 0; i < rows * columns; ++i) place[i] += 0;
+      return;
+    }
     for (int64_t image = 0; image < part.images; ++image)
       fold(shape, matrix + image * positions, columns, channels,
            place + image * shape.channels * shape.pixels());
@@ -475,6 +498,43 @@ static Tensor convolution(const Tensor& input, const Tensor& weight,
   return has_channels_last(input, weight) ? with_channels_last(result) : result;
 }
 
+// As above, also for the gradient of the result.
+static std::optional<ConvolutionShape> find_shape(const Tensor& gradient, const Tensor& input,
+                                                  const Tensor& weight,
+                                                  const Arguments& arguments) {
+  const auto shape = find_shape(input, weight, arguments);
+  if (!shape || gradient.scalar_type() != input.scalar_type() || gradient.is_neg() ||
+      gradient.sizes() != IntArrayRef({shape->images, shape->outputs, shape->rows, shape->columns}))
+    return std::nullopt;
+  return shape;
+}
+
+static Tensor find_input_gradient(const ConvolutionShape& shape, const Tensor& outputs,
+                                  const Tensor& input, const Tensor& weight) {
+  Tensor result = at::detail::empty_cpu(input.sizes(), input.options());
+  const Tensor plain = weight.contiguous();
+  AT_DISPATCH_FLOATING_TYPES(input.scalar_type(), "convolution_backward", [&] {
+    compute_input_gradient(shape, outputs.const_data_ptr<scalar_t>(),
+                           plain.const_data_ptr<scalar_t>(), result.mutable_data_ptr<scalar_t>());
+  });
+  return has_channels_last(input, weight) ? with_channels_last(result) : result;
+}
+
+// `segments`: the number of micro-batches, whose gradients are added along the tree.
+static Tensor find_weight_gradient(const ConvolutionShape& shape, int64_t segments,
+                                   const Tensor& outputs, const Tensor& input,
+                                   const Tensor& weight) {
+  Tensor result = at::detail::empty_cpu(weight.sizes(), weight.options());
+  const Tensor plain = input.contiguous();
+  AT_DISPATCH_FLOATING_TYPES(input.scalar_type(), "convolution_backward", [&] {
+    compute_weight_gradient(shape, segments, outputs.const_data_ptr<scalar_t>(),
+                            plain.const_data_ptr<scalar_t>(), result.mutable_data_ptr<scalar_t>());
+  });
+  // In float64 torch unfolds the images, and reshapes the product of a pointwise kernel.
+  const bool is_reshaped = input.scalar_type() == at::kDouble && shape.taps() == 1;
+  return has_channels_last(input, weight) && !is_reshaped ? with_channels_last(result) : result;
+}
+
 static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     const Tensor& gradient, const Tensor& input, const Tensor& weight,
     at::OptionalIntArrayRef bias_sizes, IntArrayRef stride, IntArrayRef padding,
@@ -490,10 +550,9 @@ static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     };
     return {narrow(of_input), narrow(of_weight), narrow(of_bias)};
   }
-  const auto shape = find_shape(input, weight, {stride, padding, dilation, transposed, groups});
-  if (!shape || gradient.scalar_type() != input.scalar_type() || gradient.is_neg() ||
-      gradient.sizes() !=
-          IntArrayRef({shape->images, shape->outputs, shape->rows, shape->columns})) {
+  const auto shape =
+      find_shape(gradient, input, weight, {stride, padding, dilation, transposed, groups});
+  if (!shape) {
     const OneThread guard;
     return at::compositeexplicitautograd::convolution_backward(
         gradient, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding,
@@ -501,27 +560,28 @@ static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   }
   const Tensor outputs = gradient.contiguous();
   Tensor of_input, of_weight, of_bias;
-  AT_DISPATCH_FLOATING_TYPES(input.scalar_type(), "convolution_backward", [&] {
-    const auto* data = outputs.const_data_ptr<scalar_t>();
-    if (output_mask[0]) {
-      of_input = at::detail::empty_cpu(input.sizes(), input.options());
-      compute_input_gradient(*shape, data, weight.contiguous().const_data_ptr<scalar_t>(),
-                             of_input.mutable_data_ptr<scalar_t>());
-    }
-    if (output_mask[1]) {
-      of_weight = at::detail::empty_cpu(weight.sizes(), weight.options());
-      compute_weight_gradient(*shape, data, input.contiguous().const_data_ptr<scalar_t>(),
-                              of_weight.mutable_data_ptr<scalar_t>());
-    }
-  });
+  if (output_mask[0]) of_input = find_input_gradient(*shape, outputs, input, weight);
+  if (output_mask[1]) of_weight = find_weight_gradient(*shape, 1, outputs, input, weight);
   if (output_mask[2]) of_bias = outputs.sum({0, 2, 3});
-  if (has_channels_last(input, weight)) {
-    if (output_mask[0]) of_input = with_channels_last(of_input);
-    // In float64 torch unfolds the images, and reshapes the product of a pointwise kernel.
-    const bool is_reshaped = input.scalar_type() == at::kDouble && shape->taps() == 1;
-    if (output_mask[1] && !is_reshaped) of_weight = with_channels_last(of_weight);
-  }
   return {of_input, of_weight, of_bias};
+}
+
+std::vector<Tensor> try_convolution_segments(const c10::IValue* arguments, int64_t segments) {
+  const Tensor &gradient = arguments[0].toTensor(), &input = arguments[1].toTensor(),
+               &weight = arguments[2].toTensor();
+  const std::vector<int64_t> stride = arguments[4].toIntVector(),
+                             padding = arguments[5].toIntVector(),
+                             dilation = arguments[6].toIntVector();
+  const auto shape =
+      find_shape(gradient, input, weight,
+                 {stride, padding, dilation, arguments[7].toBool(), arguments[9].toInt()});
+  const c10::List<bool> mask = arguments[10].toBoolList();
+  if (!shape) return {};
+  const Tensor outputs = gradient.contiguous();
+  std::vector<Tensor> results(3);
+  if (mask[0]) results[0] = find_input_gradient(*shape, outputs, input, weight);
+  if (mask[1]) results[1] = find_weight_gradient(*shape, segments, outputs, input, weight);
+  return results;
 }
 
 void register_convolutions(torch::Library& library) {

@@ -68,6 +68,11 @@ at::Tensor try_multiply_segments(const at::Tensor& a, const at::Tensor& b, int64
 // that are sums along the tree of those of segments of the batch; empty if this is not possible.
 std::vector<at::Tensor> try_lstm_segments(const c10::IValue* arguments, int64_t segments);
 
+// Returns what convolution_backward returns for these arguments, with a gradient of the weight that
+// is the sum along the tree of those of segments of the batch, and without that of the bias; empty
+// if this is not possible.
+std::vector<at::Tensor> try_convolution_segments(const c10::IValue* arguments, int64_t segments);
+
 void register_products(torch::Library& library);
 void register_convolutions(torch::Library& library);
 void register_attention(torch::Library& library);

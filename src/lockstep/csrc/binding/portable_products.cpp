@@ -12,6 +12,7 @@
 
 #include "gemm.h"
 #include "portable_kernels.h"
+#include "segment_sums.h"
 #include "tensors.h"
 
 namespace lockstep {
@@ -178,41 +179,18 @@ static bool try_multiply(const at::Tensor* c, const at::Tensor& a, const at::Ten
 // ---- products of segments ----
 
 template <typename T>
-static void add_block(const Product& block, T* left, int64_t pitch, const T* right) {
-  for (int64_t row = 0; row < block.m; ++row)
-    for (int64_t column = 0; column < block.n; ++column)
-      left[row * pitch + column] += right[row * block.n + column];
-}
-
-// Computes a block of the sum. The blocks of the tree that wait for another are one after another:
-//
-//     segment     0     1        2        3
-//     waiting     0     0+1      0+1, 2   (0+1)+(2+3)
-template <typename T>
 static void sum_block(const Product& block, int64_t segments) {
-  const int64_t terms = block.k / segments, pitch = block.result.row_stride;
+  const int64_t terms = block.k / segments, waiting = count_waiting(segments);
   // It is the memory of a tensor that nothing else knows.
   T* const result = static_cast<T*>(const_cast<void*>(block.result.data));
-  int64_t depth = 0;
-  for (int64_t rest = segments - 1; rest; rest >>= 1) ++depth;
   T* const scratch =
-      static_cast<T*>(get_scratch(kSumScratch, depth * block.m * block.n * int64_t{sizeof(T)}));
-  const auto find_place = [&](int64_t number) {
-    return number ? scratch + (number - 1) * block.m * block.n : result;
-  };
-  int64_t waiting = 0;
-  const auto join = [&] {
-    --waiting;
-    add_block(block, find_place(waiting - 1), waiting > 1 ? block.n : pitch, find_place(waiting));
-  };
-  for (int64_t segment = 0; segment < segments; ++segment) {
-    Product part = take_terms(block, segment * terms, terms);
-    part.result = {find_place(waiting), waiting ? block.n : pitch, 1};
-    portable_gemm().multiply(part);
-    ++waiting;
-    for (int64_t leaf = segment; leaf & 1; leaf >>= 1) join();
-  }
-  while (waiting > 1) join();
+      static_cast<T*>(get_scratch(kSumScratch, waiting * block.m * block.n * int64_t{sizeof(T)}));
+  sum_segments(segments, block.m, block.n, result, block.result.row_stride, scratch,
+               [&](int64_t segment, T* place, int64_t pitch) {
+                 Product part = take_terms(block, segment * terms, terms);
+                 part.result = {place, pitch, 1};
+                 portable_gemm().multiply(part);
+               });
 }
 
 at::Tensor try_multiply_segments(const at::Tensor& a, const at::Tensor& b, int64_t segments) {

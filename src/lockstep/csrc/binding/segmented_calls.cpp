@@ -104,6 +104,18 @@ std::vector<at::Tensor> try_sum(const c10::IValue* arguments, int64_t segments) 
   return {add_entries(rows.unflatten(0, {segments, each}).sum(1, arguments[2].toBool()))};
 }
 
+// Computes the input gradients of all micro-batches together, and the others along the tree.
+std::vector<at::Tensor> try_convolution(const c10::IValue* arguments, int64_t segments) {
+  std::vector<at::Tensor> results = try_convolution_segments(arguments, segments);
+  if (results.empty() || !arguments[10].toBoolList()[2]) return results;
+  const at::Tensor gradient = arguments[0].toTensor().contiguous();
+  TreeSum of_bias;
+  for (int64_t segment = 0; segment < segments; ++segment)
+    of_bias.add(take_rows(gradient, 0, segment, segments).sum({0, 2, 3}));
+  results[2] = of_bias.total();
+  return results;
+}
+
 // Returns what computes the results of all micro-batches, and their sum, in a few calls.
 SegmentedCalls::Total find_total(const std::string& name, const std::string& overload,
                                  const std::optional<SegmentRule>& rule) {
@@ -111,6 +123,9 @@ SegmentedCalls::Total find_total(const std::string& name, const std::string& ove
   if (!rule || rule->draws || rule->turns > 1 || rule->keeps_parts) return nullptr;
   if (name == "aten::mm" && overload.empty() && rule->slices == Slices{{0, 1}, {1, 0}})
     return try_product;
+  if (name == "aten::convolution_backward" && overload.empty() &&
+      rule->slices == Slices{{0, 0}, {1, 0}})
+    return try_convolution;
   if (name == "aten::mkldnn_rnn_layer_backward" && overload.empty() &&
       rule->results == std::vector<int64_t>{1, -1, -1, -1, -1, 0, 0})
     return try_lstm_segments;
