@@ -484,25 +484,23 @@ static std::string base_of(const c10::OperatorName& name) {
   return whole.back() == '_' ? whole.substr(0, whole.size() - 1) : whole;
 }
 
-template <typename Kernel, typename... Given>
-static void wrap(torch::Library& library, const OperatorHandle& op, Given... given) {
-  auto kernel =
-      std::make_unique<Kernel>(op.getComputedKernelForDispatchKey(DispatchKey::CPU), given...);
+// Registers a kernel, and before it the function that computes float32, if there is one.
+template <typename Kernel>
+static void wrap(torch::Library& library, const OperatorHandle& op, ElementFunction function) {
+  SafeKernelFunction original = op.getComputedKernelForDispatchKey(DispatchKey::CPU);
   const c10::OperatorName& name = op.operator_name();
   const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
-  library.impl((name.name + overload).c_str(),
-               torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+  auto kernel = [&] {
+    if (!function)
+      return torch::CppFunction::makeFromBoxedFunctor(
+          std::make_unique<Kernel>(std::move(original)));
+    return torch::CppFunction::makeFromBoxedFunctor(
+        std::make_unique<OfFloats<Kernel>>(std::move(original), function));
+  };
+  library.impl((name.name + overload).c_str(), kernel());
 }
 
-static void wrap_function(torch::Library& library, const OperatorHandle& op,
-                          const std::string& name, ElementFunction function) {
-  if (kElementwise.contains(name)) return wrap<OfFloats<InPieces<Of::all>>>(library, op, function);
-  if (kOfOneDnn.contains(name))
-    return wrap<OfFloats<InPieces<Of::contiguous>>>(library, op, function);
-  wrap<OfFloats<Original>>(library, op, function);
-}
-
-using Wrap = void (*)(torch::Library&, const OperatorHandle&);
+using Wrap = void (*)(torch::Library&, const OperatorHandle&, ElementFunction);
 
 static Wrap find_wrap(const std::string& name) {
   if (kElementwise.contains(name)) return &wrap<InPieces<Of::all>>;
@@ -523,18 +521,16 @@ void register_threads(torch::Library& library) {
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const ElementFunction function = find_element_function(base_of(name));
-    const Wrap wrap_operator = find_wrap(base_of(name));
-    if (!function && !wrap_operator) continue;
+    const Wrap listed = find_wrap(base_of(name));
+    if (!function && !listed) continue;
     const auto op = dispatcher.findSchema(name);
     if (!op || !op->hasComputedKernelForDispatchKey(DispatchKey::CPU)) continue;
     // What autograd decomposes on CPUs must not get a kernel of its own.
     if (op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
         !op->hasKernelForDispatchKey(DispatchKey::CPU))
       continue;
-    if (function)
-      wrap_function(library, *op, base_of(name), function);
-    else
-      wrap_operator(library, *op);
+    const Wrap wrap_operator = listed ? listed : &wrap<Original>;
+    wrap_operator(library, *op, function);
   }
 }
 
