@@ -12,7 +12,6 @@ only acts like the annotated class is accepted, such as a number of numpy.
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 import os
 import reprlib
@@ -20,9 +19,10 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from types import NoneType
-from typing import Any, ParamSpec, SupportsFloat, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.loss_weights import is_number
 
 __all__ = ["check_call", "check_kinds", "read_kinds"]
 
@@ -42,11 +42,6 @@ def _is_whole(value: Any) -> bool:
         return False
 
 
-def _is_number(value: Any) -> bool:
-    is_one = math.prod(getattr(value, "shape", ())) == 1
-    return is_one and isinstance(value, SupportsFloat) and not isinstance(value, bool)
-
-
 def _is_iterable(value: Any) -> bool:
     has_items = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
     return has_items and not isinstance(value, str)
@@ -60,7 +55,7 @@ KINDS: dict[str, Kind] = {
     "None": ("None", lambda value: value is None),
     "bool": ("True or False", _is_flag),
     "int": ("a whole number (int64)", _is_whole),
-    "float": ("a number", _is_number),
+    "float": ("a number", lambda value: is_number(value) and not isinstance(value, bool)),
     "str": ("a string", lambda value: isinstance(value, str)),
     "Path": ("a path", lambda value: isinstance(value, os.PathLike)),
     "Iterable": ("an iterable", _is_iterable),

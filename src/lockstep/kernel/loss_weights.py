@@ -13,16 +13,22 @@ A loss that is a sum needs no share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 from lockstep.kernel.splitting import split_evenly
 
-__all__ = ["WeightFunction", "compute_shares", "get_option", "is_sum", "share_by_size"]
+__all__ = ["WeightFunction", "compute_shares", "get_option", "is_number", "is_sum", "share_by_size"]
 
 WeightFunction = Callable[[Any], float]
 """A function of the data of a micro-batch that returns its weight."""
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number or has one as its only element; waits for no device."""
+    return isinstance(value, SupportsFloat) and math.prod(getattr(value, "shape", ())) == 1
 
 
 def is_sum(loss: object) -> bool:

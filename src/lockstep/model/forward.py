@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.compiled_wrapper import unwrap
 from lockstep.foreign_messages import BATCH_NORM_OF_ONE
 from lockstep.kernel.errors import LockstepError, LossError, UsageError
+from lockstep.kernel.loss_weights import is_number
 from lockstep.model.static_shapes import TOO_MANY_SHAPES, is_limit_error
 from lockstep.model.target_weights import loss_name
 
@@ -189,8 +189,7 @@ def compute_metrics(
 
 def require_number(about: str, value: Any) -> None:
     """Raise UsageError for what is neither a number nor has one element; waits for no device."""
-    is_one = math.prod(getattr(value, "shape", ())) == 1
-    if not is_one or not isinstance(value, SupportsFloat):
+    if not is_number(value):
         raise UsageError(f"{about} must be one number, not {_describe(value)}")
 
 
