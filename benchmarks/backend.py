@@ -7,8 +7,8 @@ quick look while working on the backend.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 
 import torch
@@ -55,9 +55,13 @@ def all_reduce(seconds: float) -> list[tuple[int, dict[str, list[float]]]]:
     return rows
 
 
-def main(ranks: int = 2, seconds: float = 2.0) -> None:
+def main() -> None:
     """Print the median and the least time of each contender."""
-    for size, times in ls.launch(all_reduce, (seconds,), nprocs=ranks)[0]:
+    parser = argparse.ArgumentParser(description="The backend lockstep compared with Gloo.")
+    parser.add_argument("ranks", type=int, nargs="?", default=2)
+    parser.add_argument("seconds", type=float, nargs="?", default=2.0, help="per size")
+    given = parser.parse_args()
+    for size, times in ls.launch(all_reduce, (given.seconds,), nprocs=given.ranks)[0]:
         gloo = statistics.median(times["gloo"])
         print(f"{size:>9} B", end="")
         for name, taken in times.items():
@@ -68,4 +72,4 @@ def main(ranks: int = 2, seconds: float = 2.0) -> None:
 
 
 if __name__ == "__main__":
-    main(*(kind(text) for kind, text in zip((int, float), sys.argv[1:], strict=False)))
+    main()

@@ -25,6 +25,7 @@ from lockstep.data.datasets import digits
 MICROBATCHES = 8  # a micro-batch has 16 samples, and a batch 128
 SIZE = 16
 EPOCHS = 2
+BACKENDS = ["lockstep", "gloo"]
 TRAININGS = {
     "lightning": "convolutions with batch norm and dropout, AdamW, OneCycleLR, clipping",
     "accelerate": "the same in bfloat16, SGD with momentum",
@@ -175,7 +176,7 @@ def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
-    parser.add_argument("--backends", nargs="+", default=["lockstep", "gloo"], help="the backends")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     options = parser.parse_args()
     layouts = [(n, backend) for n in options.ranks for backend in options.backends]
     found = {}

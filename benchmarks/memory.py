@@ -1,6 +1,6 @@
 """The memory of a rank that trains a transformer of 100 M parameters, in each storage.
 
-    python -m benchmarks.memory [--ranks 2,4] [--layers 12] [--contenders ddp,fsdp2,...]
+    python -m benchmarks.memory [--ranks 2 4] [--layers 12] [--contenders ddp fsdp2 ...]
 
 All contenders compute 4 micro-batches of one sequence of 16 words per step, with AdamW, on the
 backend "lockstep". The value is the peak of the proportional set size of a rank: anonymous pages
@@ -118,8 +118,8 @@ def measure(contender: str, layers: int, ranks: int) -> float:
 def main() -> None:
     """Print a row per contender and number of ranks."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--contenders", default=",".join(CONTENDERS))
-    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -137,9 +137,9 @@ def main() -> None:
     training = TrainingMemory(**{**planned["measured"], "process": 0, "shared": 0})
     print("| contender | ranks | measured, MB | predicted, MB |")
     print("|---|---|---|---|")
-    for ranks in map(int, options.ranks.split(",")):
+    for ranks in options.ranks:
         plans = {plan.argument: plan.rank for plan in plan_storages(training, 1, ranks)}
-        for contender in options.contenders.split(","):
+        for contender in options.contenders:
             measured = measure(contender, options.layers, ranks)
             predicted = plans.get(f'storage="{contender.replace("meta", "sharded")}"')
             text = "" if predicted is None else f"{predicted / 1e6:,.0f}"

@@ -238,6 +238,10 @@ def main():
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--contenders", nargs="+", default=[], metavar="NAME")
     given = parser.parse_args()
+    for ranks in given.ranks:
+        known = contenders(ranks)
+        if given.contenders and known.keys().isdisjoint(given.contenders):
+            parser.error(f"with --ranks {ranks}, the contenders are {', '.join(known)}")
     print("| ranks | micro-batches | contender | step | relative to the first |")
     print("|---|---|---|---|---|")
     for ranks in given.ranks:

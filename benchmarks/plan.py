@@ -1,6 +1,6 @@
 """The memory that `lockstep plan` predicts, beside the memory that ranks take.
 
-    python -m benchmarks.plan [--ranks 2,4] [--models mlp,perceptron,...] [--storages shared,...]
+    python -m benchmarks.plan [--ranks 2 4] [--models mlp ...] [--storages shared ...]
 
 Each model is measured on one rank, as by the command, and trained in each layout for a few
 steps. The measured value is the peak of the proportional set size of a rank: anonymous pages and
@@ -31,6 +31,7 @@ from examples.resnet import resnet18
 from lockstep.tools.plan.memory_plan import TrainingMemory, plan_storages
 
 STEPS = 6
+MODELS = ("mlp", "perceptron", "transformer", "resnet18")
 STORAGES = ("replicated", "shared", "sharded")
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 1200  # seconds per command
@@ -109,9 +110,9 @@ def measure(name: str, storage: str, ranks: int) -> float:
 def main() -> None:
     """Print a row per model, number of ranks and storage."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default="mlp,perceptron,transformer,resnet18")
-    parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--storages", default=",".join(STORAGES))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--storages", nargs="+", choices=STORAGES, default=STORAGES)
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
@@ -119,12 +120,12 @@ def main() -> None:
         return
     print("| model | ranks | storage | predicted, MB | measured, MB | difference |")
     print("|---|---|---|---|---|---|")
-    for name in options.models.split(","):
+    for name in options.models:
         words = "plan", "--json", __file__, "--train", name, "replicated", "."
         training = TrainingMemory(**json.loads(run(*words))["measured"])
-        for ranks in map(int, options.ranks.split(",")):
+        for ranks in options.ranks:
             plans = {plan.argument: plan for plan in plan_storages(training, 1, ranks)}
-            for storage in options.storages.split(","):
+            for storage in options.storages:
                 predicted = plans[f'storage="{storage}"'].rank
                 measured = measure(name, storage, ranks)
                 print(

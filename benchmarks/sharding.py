@@ -106,7 +106,9 @@ def main() -> None:
     """Print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-n", type=int, default=2, help="number of ranks (default 2)")
-    parser.add_argument("--backend", default="gloo", help="backend (default gloo)")
+    parser.add_argument(
+        "--backend", choices=("gloo", "lockstep"), default="gloo", help="backend (default gloo)"
+    )
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps (default 20)")
     parser.add_argument("--width", type=int, default=512, help="width of the model (default 512)")
     parser.add_argument("--layers", type=int, default=6, help="number of layers (default 6)")

@@ -182,6 +182,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--work", choices=CONTENDERS, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
+    if unknown := sorted(set(given.names) - TRAININGS.keys()):
+        parser.error(f"no training {', '.join(unknown)}; there are {', '.join(TRAININGS)}")
     if given.work is not None:
         work(given.names[0], given.work)
         return
