@@ -5,8 +5,9 @@
 
     ls.partition(dataset, "a")    UsageError: ls.partition(fractions='a'): expected a list
 
-The annotations say what is expected: one is checked if `KINDS` has each of its alternatives. What
-only acts like the annotated class is accepted, such as a number of numpy.
+The annotations say what is expected: one is checked if `KINDS` has each of its alternatives, with
+or without what is in brackets. What only acts like the annotated class is accepted, such as a
+number of numpy.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def _is_whole(value: Any) -> bool:
 
 def _is_iterable(value: Any) -> bool:
     has_items = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
-    return has_items and not isinstance(value, str)
+    return has_items and not isinstance(value, str) and getattr(value, "shape", None) != ()
+
+
+def _is_module(value: Any) -> bool:
+    return hasattr(value, "named_parameters") and not isinstance(value, type)
 
 
 def _is_logger(value: Any) -> bool:
@@ -60,6 +65,18 @@ KINDS: dict[str, Kind] = {
     "Path": ("a path", lambda value: isinstance(value, os.PathLike)),
     "Iterable": ("an iterable", _is_iterable),
     "Sequence": ("a list", _is_iterable),
+    "Sequence[nn.Module]": (
+        "a list of modules",
+        lambda value: _is_iterable(value) and all(map(_is_module, value)),
+    ),
+    "Sequence[LoggerLike]": (
+        "a list of these",
+        lambda value: isinstance(value, (list, tuple)) and all(map(_is_logger, value)),
+    ),
+    "Mapping[str, Metric]": (
+        "a dict of functions by name",
+        lambda value: hasattr(value, "items") and all(map(callable, dict(value).values())),
+    ),
     "Mapping": ("a dict of values by name", lambda value: hasattr(value, "items")),
     "Callable": ("a function", callable),
     "WeightFunction": ("a function of a micro-batch", callable),
@@ -69,6 +86,12 @@ KINDS: dict[str, Kind] = {
         callable,
     ),
     "LoggerLike": ("a folder or a logger", _is_logger),
+    "Blocks": (
+        "a list of modules, or of their names",
+        lambda value: (
+            value is None or isinstance(value, str) or _is_module(value) or _is_iterable(value)
+        ),
+    ),
     "PipelineConfig": ("an ls.PipelineConfig", lambda value: hasattr(value, "stages")),
     "MicrobatchSource": ("a sampler of ls.exact", lambda value: hasattr(value, "attach")),
     "ExactBatch": ("a batch of another handle", lambda value: hasattr(value, "backward")),
@@ -85,7 +108,8 @@ def read_kinds(annotations: Mapping[str, Any]) -> dict[str, list[Kind]]:
     kinds = {}
     for name, annotation in annotations.items():
         text = getattr(annotation, "__forward_arg__", annotation)  # of a TypedDict
-        parts = [part.partition("[")[0] for part in f"{text}".split(" | ")]
+        parts = f"{text}".split(" | ")
+        parts = [part if part in KINDS else part.partition("[")[0] for part in parts]
         if KINDS.keys() >= set(parts):
             kinds[name] = [KINDS[part] for part in parts]
     return kinds

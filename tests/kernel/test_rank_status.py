@@ -140,6 +140,8 @@ def test_metrics_are_means_over_the_samples():
     ]
     assert merged(statuses, 2).average_metrics() == {"hit": 0.75, "rare": 5.0}
     assert merged([status()], 1).average_metrics() == {}
+    nothing = status(MicrobatchResult(0, 3, 0.0, 0.0, {"hit": (1.0, 0.0)}))
+    assert math.isnan(merged([nothing], 1).average_metrics()["hit"])
 
 
 def test_the_first_rank_that_stops_the_step_is_named():

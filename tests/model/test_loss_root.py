@@ -79,7 +79,7 @@ def test_the_gradients_are_those_of_loss_backward(share):
     run_backward(loss, gradient, retain_graph=True)
     assert torch.equal(weight.grad, expected)
     assert seen == [torch.tensor(1.0 if share is None else share)]
-    run_backward(loss, gradient, retain_graph=False)
+    run_backward(loss, gradient, retain_graph=None)  # torch's default
     assert torch.equal(weight.grad, 2 * expected)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         run_backward(loss, gradient, retain_graph=False)

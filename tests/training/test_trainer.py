@@ -657,11 +657,6 @@ def test_more_replicas_than_microbatches_is_said_at_once(ranks):
             UsageError,
             "float16 or torch.float32, not torch.float64",
         ),
-        (
-            {"optimizer": ls.OptimizerConfig(SGD, scheduler=object, scheduler_interval="week")},
-            UsageError,
-            '"step", "epoch" or "manual"',
-        ),
         ({"storage": "split"}, UsageError, '"sharded" or "hybrid", not'),
         ({"callbacks": [1]}, UsageError, "a int is neither a function that takes a StepResult"),
         (
@@ -702,6 +697,7 @@ def test_wrong_arguments_get_one_sentence(wrong, error, sentence):
             rows(16).tensors,
             "returned a dict of 'mean': return the loss alone, or under the key \"loss\"",
         ),
+        (lambda o, t: o.sum() * 1j, rows(16).tensors, "micro-batch 0: the loss is complex; pass"),
         (lambda o, t: None, rows(16).tensors, "returned None: end it with `return loss`"),
         (
             nn.CrossEntropyLoss(),
@@ -712,7 +708,18 @@ def test_wrong_arguments_get_one_sentence(wrong, error, sentence):
         (nn.CrossEntropyLoss(), torch.zeros(16, 6), "a pair .inputs, targets., not a Tensor"),
         (nn.CrossEntropyLoss(), (torch.zeros(4, 6), torch.zeros(5)), "has 4 samples"),
     ],
-    ids=["shape", "float", "detached", "last", "key", "none", "label", "no pair", "sizes"],
+    ids=[
+        "shape",
+        "float",
+        "detached",
+        "last",
+        "key",
+        "complex",
+        "none",
+        "label",
+        "no pair",
+        "sizes",
+    ],
 )
 def test_a_wrong_loss_or_batch_is_named_with_its_place(loss, batch, sentence):
     trainer = ls.Trainer(small_model(), loss, SGD)

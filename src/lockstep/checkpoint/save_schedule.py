@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep.call_checks import check_kinds, read_kinds
 from lockstep.kernel.errors import UsageError
 
 __all__ = ["CheckpointConfig", "CheckpointSchedule", "Stateful", "read_checkpoint_argument"]
@@ -69,6 +70,8 @@ class CheckpointConfig:
                 raise UsageError(
                     f"CheckpointConfig({name}={value!r}): expected a positive {expected}"
                 )
+        folder = read_kinds({"folder": type(self).__annotations__["folder"]})
+        check_kinds("CheckpointConfig", folder, {"folder": self.folder})
         if not isinstance(self.stateful, Mapping):
             raise UsageError(
                 "CheckpointConfig(stateful=...): expected objects by name, such as "

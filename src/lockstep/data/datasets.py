@@ -29,6 +29,7 @@ from urllib.error import URLError
 import torch
 from torch.utils.data import TensorDataset
 
+from lockstep.call_checks import check_call
 from lockstep.kernel.errors import FileError
 
 __all__ = ["digits", "find_idx", "mnist", "read_idx", "read_images_and_labels"]
@@ -69,6 +70,7 @@ def digits() -> TensorDataset:
     return _normalize(pixels, labels, DIGITS_MEAN, DIGITS_STD)
 
 
+@check_call("mnist")
 def mnist(folder: str | Path, train: bool = True, download: bool = False) -> TensorDataset:
     """Return MNIST from its IDX files, images [n, 1, 28, 28].
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.call_checks import check_call
 from lockstep.data_parallel.replica_pass import Call, ReplicaPass
 from lockstep.devices import count_devices, find_accelerator, is_accelerator
 from lockstep.kernel.errors import LayoutError, UsageError
@@ -92,6 +93,7 @@ class DataParallel(nn.Module):
         LayoutError: There are more devices than micro-batches.
     """
 
+    @check_call("ls.DataParallel")
     def __init__(
         self,
         module: nn.Module,
@@ -136,6 +138,7 @@ class DataParallel(nn.Module):
         """
         return self._call(args, kwargs, None, None)
 
+    @check_call("compute_loss")
     def compute_loss(
         self,
         loss: Callable[..., Any],
@@ -220,10 +223,16 @@ def _find_devices(devices: Sequence[torch.device | str | int] | None) -> list[to
         devices = ["cpu"] if kind is None else list(range(count_devices(kind)))
     if isinstance(devices, str):
         devices = [devices]
-    chosen = [
-        torch.device(kind or "cuda", device) if isinstance(device, int) else torch.device(device)
-        for device in devices
-    ]
+    try:
+        chosen = [
+            torch.device(kind or "cuda", item) if isinstance(item, int) else torch.device(item)
+            for item in devices
+        ]
+    except (RuntimeError, TypeError, ValueError):
+        raise UsageError(
+            f"ls.DataParallel(devices={devices!r}): expected a list of devices of torch, such as "
+            '["cuda:0", "cuda:1"]'
+        ) from None
     if not chosen:
         raise UsageError('devices is empty: pass at least one device, such as ["cpu"]')
     return [
@@ -234,6 +243,11 @@ def _find_devices(devices: Sequence[torch.device | str | int] | None) -> list[to
 
 def _reject_unsupported(module: nn.Module) -> None:
     """Raise UsageError for modules that cannot be replicated."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            "ls.DataParallel takes an instance of torch.nn.Module as module, not "
+            f"{type(module).__name__}"
+        )
     for path, part in module.named_modules():
         name = path or type(part).__name__
         is_script = isinstance(part, torch.jit.ScriptModule)

@@ -27,8 +27,13 @@ WeightFunction = Callable[[Any], float]
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a number or has one as its only element; waits for no device."""
-    return isinstance(value, SupportsFloat) and math.prod(getattr(value, "shape", ())) == 1
+    """Return whether a value is a real number, or has one as its only element.
+
+    Waits for no device.
+    """
+    if not isinstance(value, SupportsFloat) or math.prod(getattr(value, "shape", ())) != 1:
+        return False
+    return not getattr(value, "is_complex", bool)()  # a method of tensors
 
 
 def is_sum(loss: object) -> bool:

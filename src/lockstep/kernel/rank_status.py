@@ -199,9 +199,12 @@ class StatusSummary(NamedTuple):
         return total(known, self.leaves, add)
 
     def average_metrics(self) -> dict[str, float]:
-        """Return each metric's mean over the micro-batches that reported it, by their weights."""
+        """Return each metric's mean over the micro-batches that reported it, by their weights.
+
+        It is NaN if all weights are 0.
+        """
         pairs = {name: map(round_sum, sums) for name, sums in self.metrics.items()}
-        return {name: value / weight for name, (weight, value) in pairs.items()}
+        return {name: value / (weight or math.nan) for name, (weight, value) in pairs.items()}
 
 
 def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, Any]) -> RankStatus:

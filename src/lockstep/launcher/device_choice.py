@@ -44,7 +44,12 @@ def choose_device(requested: str | torch.device | None, rank_info: RankInfo) -> 
     Raises:
         UsageError: This process sees no such device.
     """
-    wanted = None if requested is None else torch.device(requested)
+    try:
+        wanted = None if requested is None else torch.device(requested)
+    except (RuntimeError, TypeError, ValueError):
+        raise UsageError(
+            f"init(device={requested!r}): expected a device of torch, such as 'cpu' or 'cuda:0'"
+        ) from None
     kind = find_accelerator() if wanted is None else wanted.type
     if kind is None or kind == "cpu":
         return torch.device("cpu")

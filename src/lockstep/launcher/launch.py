@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from lockstep.call_checks import check_kinds, read_kinds
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import RankError, UsageError
 from lockstep.launcher.channel import Message, write_memfd
@@ -240,7 +241,7 @@ def launch(
             not open enough files.
     """
     if _calls_in_this_process:
-        _check(fn, args, nprocs, timeout)
+        _check(fn, args, nprocs, timeout, pass_rank)
         return _call_in_this_process(fn, args, pass_rank)
     return start(fn, args, nprocs, timeout=timeout, pass_rank=pass_rank).join()
 
@@ -254,7 +255,7 @@ def start(
     pass_rank: bool = False,
 ) -> ProcessContext:
     """Start the ranks of `launch`, with the same arguments, and do not wait for them."""
-    _check(fn, args, nprocs, timeout)
+    _check(fn, args, nprocs, timeout, pass_rank)
     pickled = _pickle(fn, args)
     server = get_fork_server()
     ranks = RankSupervisor(server.open_launch(), range(nprocs))
@@ -271,7 +272,7 @@ def start(
     return ProcessContext(ranks, timeout)
 
 
-def _check(fn: object, args: object, nprocs: int, timeout: float | None) -> None:
+def _check(fn: object, args: object, nprocs: int, timeout: float | None, pass_rank: bool) -> None:
     if not callable(fn):
         right = ""
         if callable(args) and isinstance(fn, int):
@@ -283,6 +284,8 @@ def _check(fn: object, args: object, nprocs: int, timeout: float | None) -> None
             f"launch({_name(fn)}, {args!r}): expected the arguments as a tuple, such as "
             f"launch({_name(fn)}, (1, 2), nprocs=2)"
         )
+    numbers = {"nprocs": nprocs, "timeout": timeout, "pass_rank": pass_rank}
+    check_kinds("launch", read_kinds(_check.__annotations__), numbers)
     if nprocs < 1:
         raise UsageError(f"launch(nprocs={nprocs}): at least one rank is needed")
     if timeout is not None and timeout <= 0:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.utils.deterministic
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from lockstep.call_checks import check_call
 from lockstep.comm import backend as comm
 from lockstep.comm.hosts.connections import close_connections as close_connections_of
 from lockstep.comm.hosts.identity import declare_world
@@ -95,6 +96,7 @@ _arguments: tuple[object, ...] = ()
 _variables_set: list[str] = []  # environment variables that init() has set
 
 
+@check_call("init")
 def init(
     *,
     backend: str | None = None,
@@ -530,8 +532,10 @@ def _join(
 
 def _check_arguments(backend: str | None, timeout: float, threads: int | None) -> None:
     """Raise UsageError for arguments of init() that are not valid, before waiting for ranks."""
-    if timeout <= 0:
-        raise UsageError(f"init(timeout={timeout}): expected a positive number of seconds")
+    if not 0 < timeout < 1e9:
+        raise UsageError(
+            f"init(timeout={timeout}): expected a positive number of seconds, below 1e9"
+        )
     if threads is not None and threads < 1:
         raise UsageError(f"init(threads={threads}): at least one thread is needed")
     if backend is not None:

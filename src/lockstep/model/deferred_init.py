@@ -143,7 +143,7 @@ def _build_on_meta(
 
 
 def _made(block: BlockLike, number: int) -> nn.Module:
-    made = block if isinstance(block, nn.Module) else block()
+    made = block if isinstance(block, nn.Module) or not callable(block) else block()
     if not isinstance(made, nn.Module):
         raise UsageError(
             f"block {number} is a {type(made).__name__}: pass modules, or callables without "

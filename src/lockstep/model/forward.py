@@ -56,12 +56,19 @@ class DatasetMetric:
     function: Callable[[Any, Any], Any]
     select: Callable[[Any, Any], tuple[Any, Any]] = lambda outputs, targets: (outputs, targets)
 
+    def __post_init__(self) -> None:
+        """Check the functions."""
+        for name, function in vars(self).items():
+            if not callable(function):
+                raise UsageError(f"ls.DatasetMetric({name}={function!r}): expected a function")
+
     def __call__(self, outputs: Any, targets: Any) -> float:
         """Return the metric of a whole dataset."""
         value = self.function(outputs, targets)
         reset = getattr(self.function, "reset", None)
         if callable(reset):  # torchmetrics keeps all that it was given
             reset()
+        require_number("the value of an ls.DatasetMetric", value)
         return float(value)
 
 
@@ -160,8 +167,7 @@ def compute_loss(
         raise
     except Exception as error:
         raise LossError(
-            f"{where}: the loss {loss_name(loss)} failed on outputs {_describe(outputs)} and "
-            f"targets {_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
+            f"{where}: the loss {loss_name(loss)} {_explain_failure(error, outputs, targets)}"
         ) from error
     if not isinstance(value, torch.Tensor):
         value = _find_loss(value, where)
@@ -180,10 +186,18 @@ def compute_metrics(
     metrics: Mapping[str, Metric], outputs: Any, targets: Any, where: str
 ) -> dict[str, Any]:
     """Return the metrics of a micro-batch by name."""
-    with torch.no_grad():
-        values = {name: metric(outputs, targets) for name, metric in metrics.items()}
-    for name, number in values.items():
-        require_number(f"{where}: the metric {name}", number)
+    values = {}
+    for name, metric in metrics.items():
+        try:
+            with torch.no_grad():
+                values[name] = metric(outputs, targets)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{where}: the metric {name} {_explain_failure(error, outputs, targets)}"
+            ) from error
+        require_number(f"{where}: the metric {name}", values[name])
     return values
 
 
@@ -310,8 +324,12 @@ def _is_number(value: Any) -> bool:
     return is_float and value.numel() == 1
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+def _explain_failure(error: Exception, outputs: Any, targets: Any) -> str:
+    first_line = (str(error).splitlines() or [""])[0]
+    return (
+        f"failed on outputs {_describe(outputs)} and targets {_describe(targets)}: "
+        f"{type(error).__name__}: {first_line}"
+    )
 
 
 def _describe_output(value: Any) -> str:

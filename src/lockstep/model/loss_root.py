@@ -43,6 +43,8 @@ def check_scalar(loss: object, where: str) -> None:
             f"{where}: the loss has shape {tuple(loss.shape)}; it must be a scalar, so leave "
             'the loss at reduction="mean" or call .mean() on it'
         )
+    if loss.is_complex():
+        raise LossError(f"{where}: the loss is complex; pass a real number, such as loss.abs()")
 
 
 def record_loss(
@@ -53,7 +55,7 @@ def record_loss(
     Raises:
         LossError: Backward cannot start from the loss.
     """
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
         check_scalar(loss, where)
     noted = loss.detach() if factor == 1 else loss.detach() * factor
     for observer in step.observers:
@@ -78,7 +80,7 @@ def warn_of_denominator(step: StepContext, loss: torch.Tensor, size: int, call: 
         size: The number of samples of the micro-batch, by which a sum may be divided.
         call: What multiplies it, such as "exact.weigh(loss)".
     """
-    if step.number >= FIRST or not isinstance(loss, torch.Tensor):
+    if step.number >= FIRST or not isinstance(loss, torch.Tensor) or loss.is_complex():
         return
     assert step.batch is not None
     divisor = _find_divisor(loss)
@@ -215,4 +217,4 @@ def run_backward(loss: torch.Tensor, gradient: torch.Tensor | None, retain_graph
         loss.backward(gradient, retain_graph=retain_graph)
         return
     # The last arguments are: inputs, allow_unreachable and accumulate_grad.
-    _run_engine((loss,), (gradient,), retain_graph, False, (), True, True)
+    _run_engine((loss,), (gradient,), bool(retain_graph), False, (), True, True)

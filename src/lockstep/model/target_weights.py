@@ -82,6 +82,11 @@ def target_weight(loss: Callable[..., Any], *, shift: int = 0) -> WeightFunction
                 'entry of a tuple or list, or "labels" of a mapping; for anything else pass '
                 "loss_weight= a function that counts the targets of a micro-batch"
             )
+        if shift and targets.dim() < 2:
+            raise UsageError(
+                f"ls.target_weight(shift={shift}) got targets of shape {tuple(targets.shape)}: "
+                "they have no second dimension, of positions in a sequence, to shift"
+            )
         targets = targets[:, shift:] if shift else targets
         if targets.is_floating_point():  # a distribution over classes: a mean over the samples
             return float(len(targets))

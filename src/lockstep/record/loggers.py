@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lockstep.call_checks import check_call
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
 from lockstep.record.columns import TIME_CATEGORIES
@@ -61,6 +62,7 @@ class TensorBoard:
         UsageError: The package tensorboard is not installed, or `every` is less than 1.
     """
 
+    @check_call("TensorBoard")
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise UsageError("TensorBoard needs the package tensorboard: pip install tensorboard")

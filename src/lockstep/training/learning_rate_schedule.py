@@ -34,7 +34,13 @@ class LearningRateSchedule:
     def __init__(self, config: OptimizerConfig, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.is_restored = config.restore_schedule
-        self.scheduler = config.scheduler(optimizer) if config.scheduler else None
+        try:
+            self.scheduler = config.scheduler(optimizer) if config.scheduler else None
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"the scheduler of the ls.OptimizerConfig failed: {error}; it is a function of the "
+                "optimizer, such as partial(StepLR, step_size=10)"
+            ) from error
         is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.interval = config.scheduler_interval or ("epoch" if is_plateau else "step")
         is_maximum = getattr(self.scheduler, "mode", "min") == "max"

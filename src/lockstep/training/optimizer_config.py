@@ -69,6 +69,11 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         """Check the kinds of the values."""
         check_kinds("ls.OptimizerConfig", read_kinds(type(self).__annotations__), vars(self))
+        if self.scheduler_interval not in ("step", "epoch", "manual", None):
+            raise UsageError(
+                'scheduler_interval must be "step", "epoch" or "manual", not '
+                f"{self.scheduler_interval!r}"
+            )
 
 
 def list_configs(
@@ -120,11 +125,17 @@ def _divide(
                 "parameter): only the last of several optimizers may take all that are left"
             )
     for name, parameter in module.named_parameters():
-        takers = [
-            number
-            for number, config in enumerate(configs)
-            if config.parameters is not None and config.parameters(name, parameter)
-        ]
+        try:
+            takers = [
+                number
+                for number, config in enumerate(configs)
+                if config.parameters is not None and config.parameters(name, parameter)
+            ]
+        except TypeError as error:
+            raise UsageError(
+                f"parameters= of an ls.OptimizerConfig failed for {name}: {error}; it takes a "
+                "parameter's name and the parameter, and returns whether the optimizer updates it"
+            ) from error
         if not takers and configs[-1].parameters is None:
             takers = [len(configs) - 1]
         if len(takers) > 1 or (not takers and parameter.requires_grad):
@@ -150,18 +161,22 @@ def _make_optimizer(
 ) -> Optimizer:
     """Call the factory of an optimizer, and check what it returns."""
     factory = config.factory
-    interval = config.scheduler_interval
     if isinstance(factory, (Optimizer, nn.Module)) or not callable(factory):
         raise UsageError(
             "pass a factory of the optimizer, such as partial(torch.optim.SGD, lr=0.1), not an "
             f"object of type {type(factory).__name__}"
             + ("; the order is model, loss, optimizer" if isinstance(factory, nn.Module) else "")
         )
-    if interval not in ("step", "epoch", "manual", None):
+    parameters = _grouped(named, config.parameter_groups)
+    if not parameters:
+        raise UsageError("the model has no parameters to train")
+    try:
+        optimizer = factory(parameters)
+    except (TypeError, ValueError) as error:
         raise UsageError(
-            f'scheduler_interval must be "step", "epoch" or "manual", not {interval!r}'
-        )
-    optimizer = factory(_grouped(named, config.parameter_groups))
+            f"the factory of the optimizer failed: {error}; it takes the parameters, such as "
+            "partial(torch.optim.SGD, lr=0.1)"
+        ) from error
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             "the factory of the optimizer returned an object of type "
@@ -218,7 +233,7 @@ def _grouped(
     for name, parameter in parameters:
         try:
             options = dict(groups(name, parameter))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise UsageError(
                 f"parameter_groups failed for {name}: {error}; it takes a parameter's name and the "
                 "parameter, and returns options, such as {'weight_decay': 0.0}, or {}"

@@ -432,7 +432,11 @@ class TrainingState:
         optimizer = shard_optimizer_state(state["optimizer"], self.optimization.parameters)
         with self.optimization.loading():
             model = shard_state(self._held(state["model"], ""), self.module.state_dict())
-            self.module.load_state_dict(model)
+            try:
+                self.module.load_state_dict(model)
+            except RuntimeError as error:
+                given = " ".join(f"{error}".split())
+                raise UsageError(f"the state is not one of this model: {given}") from error
             self.optimization.load_state_dict({**state, "optimizer": optimizer, "average": average})
         self._load_buffers(state.get("buffers", {}))  # older states have none
 

@@ -27,7 +27,7 @@ from lockstep.model.evaluation import Evaluation, Scoring
 from lockstep.model.forward import Metric
 from lockstep.model.predictions import Predictions
 from lockstep.pipeline.partitioner import PipelineConfig
-from lockstep.training.call_hints import explain_calls
+from lockstep.training.call_hints import explain_calls, explain_methods
 from lockstep.training.engine import Engine, EngineOptions
 from lockstep.training.history import Callback, History
 from lockstep.training.model_setup import set_up_model
@@ -45,6 +45,8 @@ from lockstep.training.session import current_session
 from lockstep.training.trainer_arguments import Storage, check_arguments, compare_arguments
 
 __all__ = ["Trainer"]
+
+explain_methods(ManualStep, "step", dict.fromkeys(("backward_whole_batch", "gather", "total"), ""))
 
 
 # It has many methods: each is one that users call.

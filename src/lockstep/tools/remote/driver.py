@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from lockstep.call_checks import check_call
 from lockstep.comm.transport.secret import make_key
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.launch import calls_in_this_process
@@ -70,6 +71,7 @@ class Driver:
         RankError: A worker could not join the world.
     """
 
+    @check_call("ls.Driver")
     def __init__(
         self,
         nprocs: int = 1,

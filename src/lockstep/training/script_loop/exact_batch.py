@@ -21,6 +21,7 @@ from lockstep.kernel.rank_status import StatusSummary
 from lockstep.model.forward import require_number
 from lockstep.model.loss_root import warn_of_denominator
 from lockstep.training.microbatch_loop import MicrobatchLoop
+from lockstep.training.script_loop.given_weights import read_number
 from lockstep.training.script_loop.loop_watch import watch_loop
 from lockstep.training.script_loop.sample_loop import SampleLoop
 from lockstep.training.script_loop.script_steps import ScriptSteps
@@ -148,6 +149,11 @@ class ExactBatch:
         index = loop.current.microbatch.index
         scaled = None
         if scaler is not None:
+            if not hasattr(scaler, "scale"):
+                raise UsageError(
+                    f"{loop.place}: scaler= of batch.backward must be a torch.amp.GradScaler, not "
+                    f"of type {type(scaler).__name__}"
+                )
             self._steps.require_saved(scaler)
             loop.step.may_overflow = True
             scaled = scaler.scale(loss)  # also without weight, since the first loss begins it
@@ -159,10 +165,11 @@ class ExactBatch:
         if share is None and weight is None:
             size = loop.current.microbatch.size
             warn_of_denominator(loop.step, loss, size, "batch.backward(loss)")
+        share = read_number(loop, "share= of batch.backward", share)
+        weight = read_number(loop, "weight= of batch.backward", weight)
         if weight is not None:
-            require_number(f"{loop.place}: weight= of batch.backward", weight)
-            share = float(weight)
-            self._steps.weights.given[index] = share
+            share = weight
+            self._steps.weights.given[index] = weight
         if weight == 0:  # such as a mean over no tokens, which is not a number
             loop.is_skipped = True
             if final:

@@ -120,6 +120,7 @@ CALLS = (
     "clip_grad_norm_",
     "evaluate",
     "load_state_dict",
+    "microbatches",
     "predict",
     "resume",
     "sampler",

@@ -32,11 +32,13 @@ from lockstep.kernel.batch import Batch, BatchIdentity, Microbatch
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import log
 from lockstep.model.backward_watch import BackwardWatch
+from lockstep.model.forward import require_number
 from lockstep.model.generator_states import state_of_all
 from lockstep.model.loss_root import warn_of_denominator
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import Arguments
 from lockstep.training.microbatch_loop import MicrobatchLoop
+from lockstep.training.script_loop.given_weights import read_number
 from lockstep.training.script_loop.loop_watch import LoopWatch
 from lockstep.training.script_loop.script_steps import ScriptSteps
 
@@ -233,9 +235,12 @@ class FlatLoop:
         if share is None and weight is None:
             size = loop.current.microbatch.size
             warn_of_denominator(loop.step, loss, size, "exact.weigh(loss)")
+        share = read_number(loop, "share= of exact.weigh", share)
+        weight = read_number(loop, "weight= of exact.weigh", weight)
+        require_number(f"{loop.place}: divisor= of exact.weigh", divisor)
         if weight is not None:
-            share = float(weight)
-            self._steps.weights.given[current.number] = share
+            share = weight
+            self._steps.weights.given[current.number] = weight
         elif share is None:
             share = loop.step.shares[current.number]
         loop.note_loss(loss, share)

@@ -13,14 +13,24 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
+from lockstep.model.forward import require_number
+from lockstep.training.microbatch_loop import MicrobatchLoop
 
-__all__ = ["GivenWeights"]
+__all__ = ["GivenWeights", "read_number"]
 
 Weights = list[tuple[int, float]]
 """The micro-batches and their weights."""
 
 SCALED = -1
 """Stands among the micro-batches for losses that are scaled, which all ranks have to know."""
+
+
+def read_number(loop: MicrobatchLoop, argument: str, value: Any) -> float | None:
+    """Return an argument of a loop as a float, or None; UsageError if it is not one number."""
+    if value is None:
+        return None
+    require_number(f"{loop.place}: {argument}", value)
+    return float(value)
 
 
 class GivenWeights(StepHook):

@@ -12,8 +12,10 @@ import torch
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import StepResult
+from lockstep.model.forward import require_number
 from lockstep.model.loss_root import warn_of_denominator
 from lockstep.training.microbatch_loop import MicrobatchLoop
+from lockstep.training.script_loop.given_weights import read_number
 from lockstep.training.script_loop.loop_watch import watch_loop
 from lockstep.training.script_loop.whole_batch import (
     add_counts,
@@ -123,6 +125,9 @@ class ManualStep:
         if share is None and loop.current is not None and loop.parallel.loss_weight is None:
             size = loop.current.microbatch.size
             warn_of_denominator(loop.step, loss, size, "step.backward(loss)")
+        share = read_number(loop, "share= of step.backward", share)
+        for name, value in (metrics or {}).items():
+            require_number(f"{loop.place}: metrics={name} of step.backward", value)
         loop.backward(loss, share=share, metrics=metrics, retain_graph=retain_graph, final=final)
 
     def total(self, count: Callable[[Any], float], *batches: Any) -> float:
