@@ -116,3 +116,28 @@ def test_a_stream_that_is_seeded_is_read_to_its_end(dataset: Any, num_workers: i
     batches = Batches(dataset(), 8, num_workers=num_workers)
     parts = [part.data for batch in batches for part in batch.microbatches]
     assert sorted(torch.cat(parts).tolist()) == list(range(20))
+
+
+class Empty(Stream):
+    """Has no sample, and counts."""
+
+    def numbers(self) -> Iterator[int]:
+        self.count += 1
+        yield from range(20 if self.count > 1 else 0)
+
+
+def test_an_empty_stream_is_not_read_again() -> None:
+    with pytest.raises(DatasetError, match=r"^the dataset Empty has no samples"):
+        list(Batches(Empty(), 8))
+
+
+def test_a_stream_without_state_is_read_once() -> None:
+    begun = []
+
+    class Counted(Stream):
+        def numbers(self) -> Iterator[int]:
+            begun.append(1)
+            yield from range(20)
+
+    assert len(list(Batches(Counted(), 8))) == 3
+    assert begun == [1]

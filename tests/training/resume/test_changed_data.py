@@ -50,15 +50,15 @@ def train(folder, dataset, stop=-1, epochs=2, **options):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("stop", [2, 3, 4])
+@pytest.mark.parametrize("stop", [2, 3, 4, 7])
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_other_samples_are_reported(tmp_path, capfd, stop, num_workers, is_mapped):
     """A run continued with other data of the same length, without a message."""
     datasets = [pairs(1), pairs(2)]
     if is_mapped:
         datasets = [list(dataset) for dataset in datasets]
-    train(tmp_path, datasets[0], stop, num_workers=num_workers)
-    train(tmp_path, datasets[1], num_workers=num_workers)
+    train(tmp_path, datasets[0], stop, epochs=3, num_workers=num_workers)
+    train(tmp_path, datasets[1], epochs=3, num_workers=num_workers)
     assert capfd.readouterr().err.count(CHANGED) == 1
     assert CHANGED in (tmp_path / "record.jsonl").read_text()
 

@@ -149,24 +149,34 @@ def test_modules_that_do_not_change_and_those_of_the_model_are_permitted(tmp_pat
     train(tmp_path / "run", *UNCHANGED[case])
 
 
-def test_what_changes_between_two_epochs_and_the_average_of_the_trainer_are_permitted(tmp_path):
-    """A resumed script changes the first again, and a checkpoint has the second."""
-    scale = nn.Module()
-    scale.register_buffer("value", torch.zeros(()))
-    trainer = ls.Trainer(
-        network(),
-        nn.CrossEntropyLoss(),
-        torch.optim.SGD,
-        microbatches=2,
-        ema_decay=0.9,
-        checkpoint=ls.CheckpointConfig(folder=tmp_path / "run"),
-        loggers=[],
+def make_trainer(folder, **options):
+    saving = ls.CheckpointConfig(folder=folder)
+    loss = nn.CrossEntropyLoss()
+    sgd = torch.optim.SGD
+    return ls.Trainer(
+        network(), loss, sgd, microbatches=2, checkpoint=saving, loggers=[], **options
     )
+
+
+def test_the_average_of_the_trainer_is_permitted(tmp_path):
+    """A checkpoint has it."""
+    trainer = make_trainer(tmp_path / "run", ema_decay=0.9)
     average = trainer.ema_model
     before = ls.digest(average)
-    for epoch in range(3):
-        scale.value.fill_(epoch)
-        for batch in trainer.batches(DATA, 24, epoch=epoch):
-            trainer.step(batch)
+    for batch in trainer.batches(DATA, 4):
+        trainer.step(batch)
     trainer.finish()
     assert ls.digest(average) != before
+
+
+@pytest.mark.parametrize("has_epochs", [True, False])
+def test_what_changes_outside_of_a_loop_over_batches_is_permitted(tmp_path, has_epochs):
+    """A resumed script changes it again."""
+    scale = nn.Module()
+    scale.register_buffer("value", torch.zeros(()))
+    trainer = make_trainer(tmp_path / "run")
+    for epoch in range(3):
+        scale.value.fill_(epoch)
+        for batch in trainer.batches(DATA, 24, epoch=epoch) if has_epochs else [DATA[:]]:
+            trainer.step(batch)
+    trainer.finish()
