@@ -174,6 +174,7 @@ def test_another_number_of_ranks_costs_no_step(
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(300)  # seven times two or four processes start
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
