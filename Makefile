@@ -39,7 +39,7 @@ demo: install ## train on real handwritten digits with two processes
 test: install ## run the whole test suite, JOBS=3 files at a time
 	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-soak: install ## run the long tests: races, sanitizers, random trainings (45 minutes on two cores)
+soak: install ## run the long tests: races, sanitizers, random trainings (about 30 minutes on two cores)
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "hypothesis and not stress" --hypothesis-profile=soak -n 2 --dist loadfile
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m stress -n 2 --dist loadfile
 

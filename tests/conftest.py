@@ -35,7 +35,7 @@ PATIENCE = 5.0  # seconds that something may take to disappear after a test
 
 # No test fails because the machine is busy. `make soak` chooses the second profile.
 hypothesis.settings.register_profile("lockstep", deadline=None, max_examples=50)
-hypothesis.settings.register_profile("soak", deadline=None, max_examples=500)
+hypothesis.settings.register_profile("soak", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("lockstep")
 
 # Variables that pytest changes from test to test, and one that torch's compiler sets when loaded.

@@ -32,7 +32,7 @@ def test_no_false_alarm(ranks, capsys):
     from grammar.audited import find_seeds
     from grammar.layouts import Layout
 
-    deadline = time.monotonic() + float(os.environ.get("LOCKSTEP_SOAK_SECONDS", "120"))
+    deadline = time.monotonic() + float(os.environ.get("LOCKSTEP_SOAK_SECONDS", "60"))
     first = 30_001
     audited = 0
     for world, sharded in itertools.cycle(LAYOUTS):

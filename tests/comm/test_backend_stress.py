@@ -116,6 +116,6 @@ def test_random_calls_come_out_right(ranks, monkeypatch, unreadable):
 def test_random_calls_for_long(ranks, monkeypatch, n):
     for name, value in SMALL.items():
         monkeypatch.setenv(name, value)
-    seconds = float(os.environ.get("LOCKSTEP_STRESS_SECONDS", "60"))
+    seconds = float(os.environ.get("LOCKSTEP_STRESS_SECONDS", "20"))
     for seed in range(3):
         ranks(random_calls, n, seconds / 3, seed, backend="lockstep", timeout=seconds + 60)

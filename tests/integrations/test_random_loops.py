@@ -37,7 +37,7 @@ def test_many_random_loops_are_equal_on_any_number_of_ranks(framework: str, caps
     from grammar.frameworks import compare, fits
 
     seeds = [seed for seed in LONG if fits(case(seed))][:300]
-    deadline = time.monotonic() + float(os.environ.get("LOCKSTEP_SOAK_SECONDS", "150"))
+    deadline = time.monotonic() + float(os.environ.get("LOCKSTEP_SOAK_SECONDS", "60"))
     failures: list[str] = []
     total = trained = 0
     for begin in range(0, len(seeds), AT_A_TIME):

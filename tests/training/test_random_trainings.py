@@ -30,7 +30,7 @@ def test_many_random_trainings_give_the_bits_of_the_reference(capsys):
     """Goes through the cases until they are done or the time is over, and prints the counts."""
     from grammar.comparison import Tally, compare
 
-    deadline = time.monotonic() + float(os.environ.get("LOCKSTEP_SOAK_SECONDS", "240"))
+    deadline = time.monotonic() + float(os.environ.get("LOCKSTEP_SOAK_SECONDS", "120"))
     tally = Tally()
     for begin in range(LONG.start, LONG.stop, AT_A_TIME):
         seeds = range(begin, min(begin + AT_A_TIME, LONG.stop))

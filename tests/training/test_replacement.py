@@ -187,7 +187,7 @@ def test_another_number_of_ranks_costs_no_step(
         (4, {"storage": "sharded", "backend": "gloo", "every": 1}),
     ],
 )
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_many_random_kills(tmp_path, undisturbed, ranks, layout, seed):
     draw = random.Random(seed)
     points = ("forward", "backward", "optimizer", "stepped")

@@ -644,9 +644,8 @@ def test_everything_is_killed_at_random_moments(ranks, tmp_path, seed):
     places = expected[-1]
     assert places == sorted(set(places))
     assert len(places) == expected[2] > 16
-    for number in range(15):
+    for number, point in enumerate(POINTS):
         folder = str(tmp_path / str(number))
-        point = POINTS[number % len(POINTS)]
         step = draw.randrange(0, expected[2] - 6)
         kills = [(step, point)]
         if number % 3 == 0:

@@ -1047,7 +1047,7 @@ def describe_outcome(training, drawn, leg, folder):
 
 @pytest.mark.parametrize(
     ("first", "last"),
-    [(4, 6), pytest.param(0, 100, marks=[pytest.mark.stress, pytest.mark.timeout(600)])],
+    [(4, 6), pytest.param(0, 60, marks=[pytest.mark.stress, pytest.mark.timeout(600)])],
 )
 def test_random_trainings_have_the_bits_of_separate_passes(first, last):
     different, passes = on_portable_ranks(lambda: train_at_random(range(first, last)))[0]
