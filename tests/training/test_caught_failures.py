@@ -58,3 +58,26 @@ def test_every_later_error_names_the_first_one(ranks):
     different = [text for of_rank in said for text in of_rank if "make the same calls" in text]
     assert len(different) > 2
     assert all(FIRST in text for text in different), different
+
+
+def catch_an_error_of_one_stage():
+    """Go on after an exception of the optimizer on the rank that has the sparse gradient."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 2))
+    pipeline = ls.PipelineConfig(stages=2, balance=[1, 1])
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW, pipeline=pipeline)
+    said = []
+    for _ in range(2):
+        try:
+            trainer.step((torch.arange(8) % 4, torch.zeros(8, dtype=torch.long)))
+        except (LockstepError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_failure_of_the_optimizer_on_one_stage_is_named_by_both(ranks):
+    first, last = ranks(catch_an_error_of_one_stage, 2)
+    assert first[0].startswith("Adam does not support sparse gradients")
+    assert len(last) == 1
+    for text in (first[1], last[0]):
+        assert "on rank 0, attempt 0, at step 0, raised RuntimeError: Adam does not" in text

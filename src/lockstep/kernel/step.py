@@ -176,15 +176,11 @@ class OptimizerStep:
         scale = self.parallel.loss_scale
         rate = self.optimization.rate
         started = time.perf_counter()  # after the barrier of an elastic run
-        try:
-            if not is_skipped:
-                with step.in_phase("optimizer") if step.observers else NOTHING:
-                    self.optimization.step()
-            for hook in self._overriding["commit"]:
-                hook.commit(step)
-        except Exception:
-            self.executor.reset()
-            raise
+        if not is_skipped:
+            with step.in_phase("optimizer") if step.observers else NOTHING:
+                self.optimization.step()
+        for hook in self._overriding["commit"]:
+            hook.commit(step)
         step.times.updated += time.perf_counter() - started
         measured: dict[str, Any] = {}
         for hook in self._overriding["measure"]:
