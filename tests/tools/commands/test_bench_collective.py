@@ -74,6 +74,7 @@ def test_every_collective_is_a_command_with_its_description():
         (["all_reduce", "-n", "2,x"], "-n 2,x: expected numbers of ranks"),
         (["all_reduce", "--sizes", "4,4x"], "'4x' is not a size"),
         (["all_reduce", "--backend", "mpi"], "MPI is only compared with"),
+        (["all_reduce", "--vs", "gloo,glow"], "--vs glow: torch has no such backend here"),
         (["all_reduce", "--plot", "a.pdf"], "the suffix must be .svg"),
         (["all_reduce", "--json", "nowhere/a.json"], "no such folder: nowhere"),
         (["all_reduce", "--backend", "gloo", "--sizes", "900G"], "of memory"),

@@ -86,6 +86,7 @@ def test_what_is_wrong_to_ask_for_is_one_sentence(run, tmp_path, monkeypatch):
             UsageError,
             "has 8 micro-batches; the last one is 7",
         ),
+        (["--step", "3", "-n", "9"], UsageError, "have 8 micro-batches, and each rank needs"),
     ]
     for words, kind, said in cases:
         with pytest.raises(kind, match=said):

@@ -217,8 +217,13 @@ def find_reference_backend() -> str:
 
 def validate(flags: dict[str, Any]) -> None:
     """Raise UsageError for options that cannot be used."""
-    if "mpi" in flags["vs"].split(","):
-        find_mpiexec()
+    from torch.distributed import is_backend_available
+
+    for name in filter(None, flags["vs"].split(",")):
+        if name == "mpi":
+            find_mpiexec()
+        elif not is_backend_available(name):
+            raise UsageError(f"--vs {name}: torch has no such backend here")
     if flags["bind"] and not hasattr(os, "sched_setaffinity"):
         raise UsageError("--bind: this system cannot bind a process to a core")
     if flags["plot"] and flags["plot"].suffix != ".svg":

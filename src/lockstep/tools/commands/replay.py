@@ -81,6 +81,7 @@ def command(
     recorded = find_recorded(recording, steps, step)
     _require_step(recording, recorded, max(steps, default=-1) + 1, step)
     _require_microbatch(recording, recorded, microbatch, step)
+    _require_ranks(recording, nprocs)
     program = read_program(recording, step)
     base = find_base(recording, step)
     for obstacle in find_obstacles(recording, step, program, base):
@@ -126,6 +127,16 @@ def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, st
         raise UsageError(
             f"--microbatch {microbatch}: step {step} has {count} micro-batches; the last one is "
             f"{count - 1}"
+        )
+
+
+def _require_ranks(run: Run, nprocs: int) -> None:
+    """Raise UsageError if some ranks would have no micro-batch."""
+    count = run.layout.get("microbatches")
+    if count and nprocs > count:
+        raise UsageError(
+            f"-n {nprocs}: the steps of {run.folder} have {count} micro-batches, and each rank "
+            f"needs at least one: use -n {count} or fewer"
         )
 
 
