@@ -442,6 +442,23 @@ def two_calls_of_fit() -> Outcome:
 
 
 @training
+def a_checkpoint_after_fit() -> Outcome:
+    """A checkpoint that is saved after `fit` has returned has the position in the data."""
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(make_module(), make_loader())
+    module = make_module()
+    longer = make_trainer()
+    with TemporaryDirectory() as folder:
+        file = trainer.strategy.broadcast(f"{folder}/last.ckpt")
+        trainer.save_checkpoint(file)
+        longer.fit(module, make_loader(), ckpt_path=file, weights_only=False)
+        trainer.strategy.barrier()
+    uninterrupted = fit()["digest"]
+    assert ls.digest(module) == uninterrupted
+    return {"digest": uninterrupted}
+
+
+@training
 def the_finder_of_learning_rates() -> Outcome:
     from lightning.pytorch.tuner import Tuner
 

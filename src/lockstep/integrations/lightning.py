@@ -403,7 +403,7 @@ class ExactStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """Save the position in the data with the checkpoint."""
-        if self._is_attached:
+        if hasattr(self, "exact"):  # also after `fit` has returned
             checkpoint = checkpoint | {STATE: self.exact.state_dict()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
