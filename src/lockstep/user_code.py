@@ -18,7 +18,7 @@ def is_user_code(file: str) -> bool:
 
 
 def shorten_path(file: str) -> str:
-    """Return a path without the folder in which packages are installed."""
+    """Return a path without the working directory, or the folder of installed packages."""
     for part in INSTALLED:
         file = file.rpartition(part)[2]
-    return file
+    return file.removeprefix(os.path.join(os.getcwd(), ""))

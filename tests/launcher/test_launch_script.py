@@ -102,7 +102,15 @@ def test_a_stock_script_joins_a_gloo_group(run):
 def test_a_script_is_main_and_its_folder_is_first_in_sys_path(run):
     Path("beside.py").write_text("word = 'imported'")
     printed = run("import beside\nif __name__ == '__main__': print(beside.word, __file__)")
-    assert printed.out.splitlines()[0].endswith(b"imported train.py")
+    assert printed.out.splitlines()[0].endswith(f"imported {Path.cwd()}/train.py".encode())
+
+
+def test_a_script_that_changes_the_directory_finds_its_file_and_its_source(run):
+    source = (
+        "import inspect, os\nos.chdir('/')\ndef f(): return 1\n"
+        "print(os.path.exists(__file__), inspect.getsource(f))"
+    )
+    assert b"True def f(): return 1" in run(source, flags="-n 1").out
 
 
 def test_open_files_are_flushed(run):

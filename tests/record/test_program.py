@@ -59,7 +59,7 @@ def test_a_launch_knows_where_it_was_started_and_what_it_runs(tmp_path):
     (tmp_path / "train.py").write_text(f"import os\nos.chdir('/')\n{PRINT}")
     command = ["-m", "lockstep", "run", "-n", "1", "train.py", "--lr", "0.1"]
     found = run(tmp_path, *command)
-    assert (found["kind"], found["target"]) == ("script", "train.py")
+    assert (found["kind"], found["target"]) == ("script", str(tmp_path / "train.py"))
     assert (found["arguments"], found["cwd"]) == (["--lr", "0.1"], str(tmp_path))
 
 

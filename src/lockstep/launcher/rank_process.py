@@ -392,9 +392,10 @@ def run_code(kind: str, target: str, source: bytes | None = None) -> None:
 
 def _run_script(path: str, source: bytes) -> None:
     """Run a file as `python FILE` does: its names stay in `__main__` until the process exits."""
-    code: CodeType = compile(source, path, "exec")
+    file = os.path.join(os.getcwd(), path)  # absolute: the program may change the directory
+    code: CodeType = compile(source, file, "exec")
     module = ModuleType("__main__")
-    module.__dict__.update({"__file__": path, "__builtins__": __builtins__, "__spec__": None})
+    module.__dict__.update({"__file__": file, "__builtins__": __builtins__, "__spec__": None})
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
 
