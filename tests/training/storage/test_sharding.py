@@ -243,7 +243,7 @@ class Normalized(torch.optim.Optimizer):
         (torch.optim.AdamW, (96, 3), torch.float32, None),
         (partial(torch.optim.AdamW, fused=True), (128, 2), torch.float32, None),
         (partial(torch.optim.AdamW, fused=True), (96, 3), torch.float32, "cut after 144 elements"),
-        (torch.optim.SGD, (96, 3), torch.bfloat16, "cut after 144 elements"),
+        (torch.optim.SGD, (96, 3), torch.bfloat16, "each rank gets a multiple of 64 elements"),
         (partial(torch.optim.SGD, fused=True), (128, 2), torch.float32, "leave fused out"),
         (torch.optim.Rprop, (128, 2), torch.float32, "use another optimizer"),
         (torch.optim.Adafactor, (128, 2), torch.float32, "torch's Adafactor does not treat each"),

@@ -29,8 +29,8 @@ WIDTH = 64
 """Elements, a multiple of the length of vector instructions."""
 
 CUT_ADVICE = (
-    ": use one of torch's optimizers without fused=True and float32 parameters, or a dimension 0 "
-    "that the number of ranks divides"
+    ": use one of torch's optimizers without fused=True and float32 parameters, or sizes of which "
+    f"each rank gets a multiple of {WIDTH} elements"
 )
 """The advice about a cut, after the words of `explain_cut`."""
 
