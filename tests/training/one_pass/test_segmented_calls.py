@@ -113,7 +113,8 @@ class Convolution:
 
     def __init__(self, draw: st.DrawFn) -> None:
         self.segments = draw(st.integers(1, 9))
-        channels, outputs = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+        channels = draw(st.integers(1, 40))
+        outputs = draw(st.integers(1, 40))
         sizes = [draw(st.integers(3, 12)) for _ in range(2)]
         kernel = [draw(st.integers(1, 3)) for _ in range(2)]
         self._stride = [draw(st.integers(1, 2))] * 2
