@@ -197,3 +197,31 @@ def test_ranks_with_different_scales_disagree(ranks):
 
     for said in ranks(differ, 2):
         assert "micro-batches and a loss scale of 2 while rank 0 is in step 0" in said
+
+
+class Transposed(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, inputs):
+        return inputs @ self.weight
+
+
+def train_tied(stages: int) -> str:
+    """Train with a weight of 16 KiB in the first and the last block."""
+    torch.manual_seed(1)
+    first = nn.Linear(64, 64)
+    pipeline = ls.PipelineConfig(stages=stages, balance=[1, 1] if stages > 1 else None)
+    trainer = ls.Trainer(
+        nn.Sequential(first, Transposed(first.weight)), nn.MSELoss(), SGD,
+        autocast_dtype=torch.float16, pipeline=pipeline,
+    )  # fmt: skip
+    for _ in range(3):
+        trainer.step((torch.ones(8, 64), torch.ones(8, 64)))
+    return trainer.digest()
+
+
+def test_tied_gradients_are_sent_before_the_scale_is_removed(ranks):
+    (expected,) = ranks(train_tied, 1, 1)
+    assert ranks(train_tied, 2, 2) == [expected, expected]

@@ -248,3 +248,6 @@ class Pipeline:
                 tie.receive_reduced(attempt)
             if tie.earlier in self.stages:
                 tie.send_reduced(attempt)
+        for tie in self.ties:  # the next phase writes into the gradients: it removes a loss scale
+            if tie.reduced_sender is not None:
+                tie.reduced_sender.drain()
