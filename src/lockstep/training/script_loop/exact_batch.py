@@ -165,11 +165,11 @@ class ExactBatch:
         if share is None and weight is None:
             size = loop.current.microbatch.size
             warn_of_denominator(loop.step, loss, size, "batch.backward(loss)")
-        share = read_number(loop, "share= of batch.backward", share)
-        weight = read_number(loop, "weight= of batch.backward", weight)
+        if share is not None:
+            share = read_number(loop, "share= of batch.backward", share)
         if weight is not None:
-            share = weight
-            self._steps.weights.given[index] = weight
+            share = read_number(loop, "weight= of batch.backward", weight)
+            self._steps.weights.given[index] = share
         if weight == 0:  # such as a mean over no tokens, which is not a number
             loop.is_skipped = True
             if final:

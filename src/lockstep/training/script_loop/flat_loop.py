@@ -235,12 +235,12 @@ class FlatLoop:
         if share is None and weight is None:
             size = loop.current.microbatch.size
             warn_of_denominator(loop.step, loss, size, "exact.weigh(loss)")
-        share = read_number(loop, "share= of exact.weigh", share)
-        weight = read_number(loop, "weight= of exact.weigh", weight)
+        if share is not None:
+            share = read_number(loop, "share= of exact.weigh", share)
         require_number(f"{loop.place}: divisor= of exact.weigh", divisor)
         if weight is not None:
-            share = weight
-            self._steps.weights.given[current.number] = weight
+            share = read_number(loop, "weight= of exact.weigh", weight)
+            self._steps.weights.given[current.number] = share
         elif share is None:
             share = loop.step.shares[current.number]
         loop.note_loss(loss, share)

@@ -25,10 +25,8 @@ SCALED = -1
 """Stands among the micro-batches for losses that are scaled, which all ranks have to know."""
 
 
-def read_number(loop: MicrobatchLoop, argument: str, value: Any) -> float | None:
-    """Return an argument of a loop as a float, or None; UsageError if it is not one number."""
-    if value is None:
-        return None
+def read_number(loop: MicrobatchLoop, argument: str, value: Any) -> float:
+    """Return an argument of a loop as a float; UsageError if it is not one number."""
     require_number(f"{loop.place}: {argument}", value)
     return float(value)
 

@@ -125,7 +125,8 @@ class ManualStep:
         if share is None and loop.current is not None and loop.parallel.loss_weight is None:
             size = loop.current.microbatch.size
             warn_of_denominator(loop.step, loss, size, "step.backward(loss)")
-        share = read_number(loop, "share= of step.backward", share)
+        if share is not None:
+            share = read_number(loop, "share= of step.backward", share)
         for name, value in (metrics or {}).items():
             require_number(f"{loop.place}: metrics={name} of step.backward", value)
         loop.backward(loss, share=share, metrics=metrics, retain_graph=retain_graph, final=final)
