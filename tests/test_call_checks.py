@@ -96,6 +96,16 @@ def load_other():
     ls.Trainer(nn.Linear(6, 4), LOSS, SGD, loggers=(), progress=False).load_state_dict(state)
 
 
+def load_optimizer(change):
+    """Return what loads a state whose entry of the optimizer is changed."""
+
+    def load():
+        state = train(optimizer=torch.optim.AdamW).state_dict()
+        train().load_state_dict({**state, "optimizer": change(state["optimizer"])})
+
+    return load
+
+
 def group(function):
     return lambda: train(optimizer=ls.OptimizerConfig(SGD, parameter_groups=function))
 
@@ -178,6 +188,15 @@ def group(function):
         (
             load_other,
             "the state is not one of this model: Error(s) in loading state_dict for Linear",
+        ),
+        (
+            load_optimizer(lambda state: state),
+            "the state is one of another optimizer than SGD: its parameter groups have no 'dampen",
+        ),
+        (load_optimizer(lambda state: {}), 'of the optimizer lacks the entries "state" and "param'),
+        (
+            load_optimizer(lambda state: {**state, "param_groups": 2 * state["param_groups"]}),
+            "of an optimizer with 2 parameter groups, and here it has 1: make the same groups",
         ),
         (lambda: train().batches(ROWS, 8).load_state_dict({}), f"batches.{STATE}"),
         (lambda: train().evaluate(ROWS, 8, num_workers="1"), f"num_workers='1'): {WHOLE}"),

@@ -37,6 +37,7 @@ __all__ = [
     "require_complete_state",
     "require_elementwise",
     "require_parameterwise",
+    "require_state_of",
     "without_hooks",
 ]
 
@@ -214,6 +215,38 @@ def require_complete_state(
                 f"{kind} changes {(hidden or ['a value'])[0]}, which its state_dict() does not "
                 f"contain, so a resumed run would give other bits: {advice}"
             )
+
+
+def require_state_of(optimizers: Sequence[Optimizer], saved: Any) -> None:
+    """Raise UsageError if a state dict is not one of these optimizers, one after another.
+
+    torch loads that of another class, and fails in the next step.
+    """
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        raise UsageError(
+            'the state of the optimizer lacks the entries "state" and "param_groups": pass what '
+            "state_dict() of a trainer with this optimizer has returned"
+        )
+    count = sum(len(optimizer.param_groups) for optimizer in optimizers)
+    if len(saved["param_groups"]) != count:
+        raise UsageError(
+            f"the state is one of an optimizer with {len(saved['param_groups'])} parameter groups, "
+            f"and here it has {count}: make the same groups before the state is loaded"
+        )
+    groups = iter(saved["param_groups"])
+    for optimizer in optimizers:
+        own = [{**next(groups)} for _ in optimizer.param_groups]
+        if not is_torchs(optimizer):
+            continue
+        # Adds the options that earlier versions of torch did not have.
+        copy.copy(optimizer).__setstate__({"state": {}, "param_groups": own})
+        for group, here in zip(own, optimizer.param_groups, strict=True):
+            if missing := sorted((optimizer.defaults.keys() & here.keys()) - group.keys()):
+                raise UsageError(
+                    f"the state is one of another optimizer than {type(optimizer).__name__}: its "
+                    f"parameter groups have no {missing[0]!r}; load it into the optimizer with "
+                    "which it was saved"
+                )
 
 
 def load_whole_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from lockstep.sharded_tensors import gather_tensors, is_sharded, local_rows, rea
 from lockstep.training.history import History
 from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
+from lockstep.training.optimizer_checks import require_state_of
 from lockstep.training.storage.sharded_storage import shard_optimizer_state, shard_state
 
 __all__ = ["TrainerExecutor", "TrainingPosition", "TrainingState", "begin_position"]
@@ -426,6 +427,7 @@ class TrainingState:
 
     def _load_tensors(self, state: Mapping[str, Any]) -> None:
         """Load the tensors that this rank holds from whole states."""
+        require_state_of(self.optimization.optimizers, state["optimizer"])
         average = state["average"] and self._held(state["average"], AVERAGED)
         if average is not None and self.optimization.average is not None:
             average = shard_state(average, self.optimization.average.state_dict())
