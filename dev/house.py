@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 15,
-    "nodes in src": 457_000,
+    "nodes in src": 458_000,
     "nodes in tests": 570_000,
     "code lines in csrc": 11_900,
     "nodes per code line": 8.95,

@@ -218,7 +218,7 @@ class MicrobatchLoop:
                     continue
                 self._compute_one(data)
                 if trial is not None:
-                    trial.note(self.current.losses[-1], self.parameters)
+                    trial.note(self.current.losses[-1], self.parameters, self.current.metrics)
                 self.end()
             if trial is not None:
                 trial.finish()
@@ -231,11 +231,14 @@ class MicrobatchLoop:
     def end_group(self, group: Sequence[Microbatch], results: PassResults) -> None:
         """End micro-batches that were computed together: the gradients are those of a node."""
         step = self.step
-        for microbatch, loss, metrics, buffers in zip(group, *results, strict=True):
+        for number, microbatch in enumerate(group):
             share = step.shares[microbatch.index]
+            loss = results.losses[number]
+            metrics = results.metrics[number]
             step.computed.append(ComputedMicrobatch(microbatch, share, [loss], metrics))
             if self._has_buffers:
-                self.buffers.collect(microbatch.index, microbatch.size / step.samples, buffers)
+                size = microbatch.size / step.samples
+                self.buffers.collect(microbatch.index, size, results.buffers[number])
         sums: Any = self._sums
         sums.accumulate_node((group[0].index, group[-1].index + 1))
 

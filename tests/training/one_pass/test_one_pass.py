@@ -126,6 +126,47 @@ def normalize_gradient(model, x):
     return x + 0.01 * gradient
 
 
+def use_view(model, x):
+    view = model.norm.running_var[None]
+    return model.norm(x) * (view < 1e9)
+
+
+def differentiate_weight(model, x):
+    outputs = model.norm(x)
+    (gradient,) = torch.autograd.grad(outputs, model.norm.weight, x.detach(), retain_graph=True)
+    return outputs * (gradient.norm() < 1e9)
+
+
+def write_part(model, x):
+    model.seen[: len(x)] = (x.detach()[:, :1] > 1e9).float()
+    return x
+
+
+def observe(model, x):
+    """Call a quantizer that will observe the range of all samples once it is switched on."""
+    switch = torch.zeros(1, dtype=torch.int64)
+    limits = torch.zeros(2)
+    torch.fused_moving_avg_obs_fake_quant(
+        x.detach(),
+        switch,
+        switch,
+        model.seen,
+        limits[1:],
+        torch.ones(1),
+        switch.int(),
+        0.1,
+        0,
+        9,
+        0,
+    )
+    return x
+
+
+def add_rate(model, x):
+    model.seen.add_(model.rate)
+    return x
+
+
 def count_steps(model, x):
     model.steps.add_(1)
     return x
@@ -177,6 +218,10 @@ JOINED = {
     ),
     "batch norm of sequences": lambda: on_features(
         lambda model, x: model.norm(x.view(-1, 16, 4)).flatten(1), norm=nn.BatchNorm1d(16)
+    ),
+    "batch norm of transposed sequences": lambda: on_features(
+        lambda model, x: model.norm(x.view(-1, 4, 16).transpose(1, 2)).flatten(1),
+        norm=nn.BatchNorm1d(16),
     ),
     "batch norm that is used twice": lambda: on_features(
         lambda model, x: model.norm(model.norm(x).relu()), norm=nn.BatchNorm1d(64)
@@ -462,6 +507,31 @@ SEPARATE = {
         lambda: on_features(lambda model, x: model.norm(x), norm=nn.BatchNorm1d(64, momentum=None)),
         "aten::native_batch_norm was not called as in the first step",
     ),
+    "a view of statistics that is used": (
+        lambda: on_features(use_view, norm=nn.BatchNorm1d(64)),
+        "forward uses running statistics after batch norm has changed them",
+    ),
+    "statistics that are no buffers": (
+        lambda: on_features(
+            lambda model, x: F.batch_norm(x, *model.statistics, training=True),
+            statistics=[torch.zeros(64), torch.ones(64)],
+        ),
+        "batch norm writes running statistics that are no buffers",
+    ),
+    "the gradient of the weight of batch norm": (
+        lambda: on_features(
+            differentiate_weight, norm=nn.BatchNorm1d(64, track_running_stats=False)
+        ),
+        "aten::native_batch_norm_backward combines samples",
+    ),
+    "a part of a buffer for the samples": (
+        lambda: on_features(write_part, seen=nn.Buffer(torch.zeros(64, 1))),
+        "aten::slice takes as many rows of a tensor as there are samples",
+    ),
+    "limits of all samples in a buffer": (
+        lambda: on_features(observe, seen=nn.Buffer(torch.zeros(1))),
+        "writes a tensor that all samples share",
+    ),
     "a gradient of batch norm that is differentiated": (
         lambda: on_features(normalize_gradient, norm=nn.BatchNorm1d(64)),
         "other operators follow aten::native_batch_norm_backward",
@@ -604,6 +674,8 @@ RULES = {
     "a counter": {"steps": "equal"},
     "a buffer that is written": {"seen": "sum"},
     "a sum of the samples in a buffer": {"seen": "sum"},
+    "a part of a buffer for the samples": {"seen": "last"},
+    "limits of all samples in a buffer": {"seen": "last"},
 }
 
 
@@ -688,6 +760,94 @@ def test_a_model_that_couples_samples_or_draws_is_computed_separately(name, comp
         return
     assert note
     assert SEPARATE[name][1] in note
+
+
+class Centered(nn.CrossEntropyLoss):
+    """A loss that moves a buffer towards the mean of the outputs."""
+
+    def __init__(self, replaces):
+        super().__init__()
+        self.center = nn.Buffer(torch.zeros(16))
+        self._replaces = replaces
+        self.lockstep_buffer_rules = {"center": "mean"}
+
+    def forward(self, outputs, targets):
+        center = self.center.lerp(outputs.detach().mean(0), 0.1)
+        if self._replaces:
+            self.center = center
+        else:
+            self.center.copy_(center)
+        return super().forward(outputs - self.center, targets)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_loss_that_writes_a_buffer_is_computed_separately(replaces):
+    def train_both():
+        found = []
+        for is_joined in (False, True):
+            torch.manual_seed(0)
+            model = on_features(lambda model, x: x)
+            loss = Centered(replaces)
+            *bits, count, note = train(model, [data()] * STEPS, is_joined=is_joined, loss=loss)
+            found.append((bits, loss.center.tolist(), count, note))
+        return found
+
+    ((separate, joined),) = on_portable_ranks(train_both)
+    assert joined[:3] == (*separate[:2], 0)
+    assert joined[3] == (
+        "the loss writes the buffer Centered.center"
+        if replaces
+        else "the loss has other bits for several micro-batches"
+    )
+
+
+def test_metrics_see_the_statistics_of_their_micro_batch():
+    def train_both():
+        found = []
+        for is_joined in (False, True):
+            torch.manual_seed(0)
+            model = on_features(lambda model, x: model.norm(x), norm=nn.BatchNorm1d(64))
+            seen = []
+
+            def read(outputs, targets, model=model, seen=seen):
+                seen.append(model.norm.running_mean.sum().item())
+                return outputs.detach().sum()
+
+            *_, count, note = train(
+                model, [data()] * STEPS, is_joined=is_joined, metrics={"sum": read}
+            )
+            found.append((seen[-8:], count, note))
+        return found
+
+    ((separate, joined),) = on_portable_ranks(train_both)
+    assert joined == (separate[0], 8 * (STEPS - 3), "")
+    assert len(set(joined[0])) == 8
+
+
+def test_a_buffer_that_is_written_later_is_noticed():
+    """It is computed in one pass again after all bits were compared."""
+
+    def train_both():
+        found = []
+        for is_joined in (False, True):
+            torch.manual_seed(0)
+            model = on_features(
+                add_rate, seen=nn.Buffer(torch.zeros(())), rate=nn.Buffer(torch.zeros(()))
+            )
+            model.lockstep_buffer_rules = {"seen": "equal"}
+            found.append(train(model, change_rate(model), is_joined=is_joined))
+        return found
+
+    def change_rate(model):
+        for step in range(STEPS + 3):
+            if step == STEPS:
+                model.rate.fill_(1)
+            yield data()
+
+    ((separate, joined),) = on_portable_ranks(train_both)
+    assert joined[:2] == separate[:2]
+    assert joined[2] == 8 * 2  # in the steps 3 and 6; all bits are compared in the others
+    assert joined[3] == "forward writes the buffer seen, and did not in the first step"
 
 
 def test_a_compiled_model_is_computed_separately():

@@ -279,6 +279,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("seed", &SegmentedCalls::seed, py::arg("prefixes"), py::arg("scope"), py::arg("call"))
       .def("finish", &SegmentedCalls::finish, py::arg("parameters"))
       .def("find_statistics", &SegmentedCalls::find_statistics, py::arg("running"))
+      .def_property_readonly("statistics", &SegmentedCalls::count_statistics)
       .def_property_readonly("reads_statistics", &SegmentedCalls::reads_statistics)
       .def("find_difference", &SegmentedCalls::find_difference);
   module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"), py::arg("nodes"),

@@ -31,7 +31,7 @@ CallArguments describe_arguments(const c10::OperatorHandle& op, const Stack& sta
 // Returns whether a call gets what was described.
 bool has_arguments(const c10::OperatorHandle& op, const Stack& stack,
                    const CallArguments& expected);
-// Returns whether it gets the same numbers that Python has made tensors.
+// Returns whether the numbers that Python has made tensors are those that were described.
 bool has_numbers(const c10::OperatorHandle& op, const Stack& stack, const CallArguments& expected);
 
 // The bits of a tensor, as one number.
@@ -52,7 +52,6 @@ class TensorMap {
     if (entry == entries_.end() || entry->second.first.expired()) return nullptr;
     return &entry->second.second;
   }
-  bool is_empty() const { return entries_.empty(); }
   void clear() { entries_.clear(); }
 
  private:

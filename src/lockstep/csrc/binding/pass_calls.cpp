@@ -63,7 +63,7 @@ bool is_divided(const c10::OperatorHandle& op, const Stack& stack) {
   static const std::unordered_set<c10::OperatorHandle> divided = find_divided();
   if (!divided.contains(op)) return false;
   const c10::FunctionSchema& schema = op.schema();
-  const c10::IValue* const given = &*stack.end() - schema.arguments().size();
+  const c10::IValue* const given = stack.data() + stack.size() - schema.arguments().size();
   if (const auto probability = schema.argumentIndexWithName("dropout_p"))
     return given[*probability].toDouble() != 0;
   const bool is_norm = schema.name().find("batch_norm") != std::string::npos;

@@ -4,7 +4,8 @@
 //     segmented_calls.h    calls some of them for the rows of each micro-batch
 //
 // An operator is seen as autograd or Python calls it, before it is divided into others. Those that
-// are known to draw are divided, since what they call has a generator as an argument.
+// are known to draw are divided, since what they call has a generator as an argument, and batch
+// norm, since what it calls returns its statistics.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,9 +1,7 @@
 // convolution and convolution_backward, in two dimensions and without groups.
 //
 //     result           weight (outputs x patch) times patches (patch x positions)
-//     weight gradient  gradient (outputs x positions) times patches', image after image; for
-//     several
-//                      micro-batches the sum of theirs along the tree
+//     weight gradient  gradient (outputs x positions) times patches', image after image
 //     input gradient   weight' times gradient, whose elements are added to the pixels
 //
 // See unfolding.h. The order of a sum is that of the matrices: (channel, i, j) in the result, and

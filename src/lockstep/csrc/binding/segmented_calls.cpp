@@ -142,7 +142,8 @@ SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segme
   for (const auto& [name, overload, rule, arguments] : calls)
     calls_.push_back(
         {c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()), rule,
-         *arguments.get_pointer<CallArguments>(), find_total(name, overload, rule)});
+         *arguments.get_pointer<CallArguments>(), find_total(name, overload, rule),
+         rule && name == "aten::native_batch_norm" && overload.empty()});
   const bool has_draws = std::any_of(
       calls_.begin(), calls_.end(), [](const Call& call) { return call.rule && call.rule->draws; });
   for (int64_t i = 0; has_draws && i < segments; ++i)
@@ -160,12 +161,12 @@ void SegmentedCalls::restart() {
   next_ = 0;
   difference_.clear();
   parts_.clear();
-  statistics_.clear();
+  statistics_ = {};
   reads_statistics_ = false;
 }
 
 std::optional<std::vector<at::Tensor>> SegmentedCalls::find_statistics(const at::Tensor& running) {
-  if (const std::vector<at::Tensor>* const known = statistics_.find(running)) return *known;
+  if (const std::vector<at::Tensor>* const known = statistics_.parts.find(running)) return *known;
   return std::nullopt;
 }
 
@@ -190,7 +191,7 @@ std::string SegmentedCalls::find_difference() const {
 }
 
 void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
-  const bool is_norm = op.schema().name() == "aten::native_batch_norm";
+  const bool is_norm = next_ < calls_.size() && calls_[next_].op == op && calls_[next_].is_norm;
   reads_statistics_ = reads_statistics_ || (!is_norm && gets_statistics(op, *stack));
   const bool is_expected = !reads_statistics_ && next_ < calls_.size() && calls_[next_].op == op &&
                            !has_subclass(*stack, op.schema().arguments().size()) &&
@@ -204,7 +205,7 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   const std::optional<SegmentRule>& rule = call.rule;
   if (!rule) {
     op.callBoxed(stack);
-  } else if (is_norm) {
+  } else if (call.is_norm) {
     call_batch_norm(stack, segments_, statistics_);
   } else if (rule->slices.empty()) {
     call_parts(op, stack);
@@ -219,12 +220,11 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   }
 }
 
-bool SegmentedCalls::gets_statistics(const c10::OperatorHandle& op, const Stack& stack) {
-  if (statistics_.is_empty()) return false;
+bool SegmentedCalls::gets_statistics(const c10::OperatorHandle& op, const Stack& stack) const {
+  if (statistics_.count == 0) return false;
   const std::vector<at::Tensor> tensors = list_tensors(stack, op.schema().arguments().size());
-  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-    return tensor.defined() && statistics_.find(tensor);
-  });
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [&](const at::Tensor& tensor) { return statistics_.have(tensor); });
 }
 
 // Computes the results of all micro-batches and their sum in a few calls, and returns true; false,

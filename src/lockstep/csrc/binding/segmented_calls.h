@@ -55,7 +55,9 @@ class SegmentedCalls : public PassCalls {
   std::optional<std::vector<at::Tensor>> find_statistics(const at::Tensor& running);
   // The first operator that was not expected, or that was not called; "" if there is none.
   std::string find_difference() const;
-  // Whether an operator has got running statistics that micro-batches have changed.
+  // How many running means and variances micro-batches have changed.
+  int64_t count_statistics() const { return statistics_.count; }
+  // Whether an operator has got one of them afterwards.
   bool reads_statistics() const { return reads_statistics_; }
 
  private:
@@ -67,8 +69,9 @@ class SegmentedCalls : public PassCalls {
     std::optional<SegmentRule> rule;
     CallArguments arguments;
     Total total;
+    bool is_norm;
   };
-  bool gets_statistics(const c10::OperatorHandle& op, const Stack& stack);
+  bool gets_statistics(const c10::OperatorHandle& op, const Stack& stack) const;
   bool try_total(const Call& call, Stack* stack) const;
   std::vector<Call> calls_;
   size_t next_ = 0;

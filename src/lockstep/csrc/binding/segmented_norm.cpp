@@ -2,8 +2,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -33,23 +31,6 @@ static std::optional<at::Tensor> to_optional(const c10::IValue& value) {
   return value.toTensor();
 }
 
-// The running statistics of each micro-batch, which begins with those of the step.
-static std::vector<at::Tensor> find_running(const at::Tensor& running, int64_t segments,
-                                            RunningStatistics& statistics) {
-  std::vector<at::Tensor> own(static_cast<size_t>(segments));
-  if (!running.defined()) return own;
-  if (const std::vector<at::Tensor>* const known = statistics.find(running)) return *known;
-  for (at::Tensor& one : own) one = running.detach().clone();
-  statistics.set(running, own);
-  return own;
-}
-
-// The part of a tensor that belongs to a micro-batch, to be written.
-static at::Tensor place(const at::Tensor& tensor, int64_t segment, int64_t segments) {
-  const int64_t rows = tensor.size(0) / segments;
-  return tensor.narrow(0, segment * rows, rows);
-}
-
 static const c10::OperatorHandle& find_backward() {
   static const c10::OperatorHandle op =
       c10::Dispatcher::singleton().findSchemaOrThrow("aten::native_batch_norm_backward", "");
@@ -66,7 +47,7 @@ static void call_backward(Stack* stack, int64_t segments) {
   at::Tensor weight, bias;
   for (int64_t segment = 0; segment < segments; ++segment) {
     Stack part = given;
-    // The gradient, the input, and the mean and the deviation of the micro-batch.
+    // The gradient, the input, and the statistics of the micro-batch.
     for (const size_t argument : {0, 1, 5, 6})
       part[argument] = take_rows(given[argument].toTensor(), 0, segment, segments);
     op.callBoxed(&part);
@@ -87,26 +68,25 @@ class SegmentedNorm : public torch::autograd::Function<SegmentedNorm> {
                                double momentum, double epsilon) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const int64_t segments = std::ssize(running.means);
-    at::Tensor result = at::empty_like(input);
-    at::Tensor means = at::empty(segments * input.size(1), input.options());
-    at::Tensor deviations = at::empty_like(means);
+    std::vector<at::Tensor> rows, means, inverses;  // 1 / deviation
     for (int64_t i = 0; i < segments; ++i) {
-      at::Tensor rows = place(result, i, segments);
-      at::Tensor mean = place(means, i, segments);
-      at::Tensor deviation = place(deviations, i, segments);
       const auto number = static_cast<size_t>(i);
-      at::native_batch_norm_out(rows, mean, deviation, take_rows(input, 0, i, segments), weight,
-                                bias, running.means[number], running.variances[number],
-                                /*training=*/true, momentum, epsilon);
+      auto [result, mean, inverse] = at::native_batch_norm(
+          take_rows(input, 0, i, segments), weight, bias, running.means[number],
+          running.variances[number], /*training=*/true, momentum, epsilon);
+      rows.push_back(std::move(result));
+      means.push_back(std::move(mean));
+      inverses.push_back(std::move(inverse));
     }
-    context->save_for_backward(
-        {input, weight.value_or(at::Tensor()), running.mean, running.variance, means, deviations});
+    at::Tensor result = at::cat(rows), all_means = at::cat(means), all_inverses = at::cat(inverses);
+    context->save_for_backward({input, weight.value_or(at::Tensor()), running.mean,
+                                running.variance, all_means, all_inverses});
     context->saved_data["segments"] = segments;
     context->saved_data["epsilon"] = epsilon;
     context->saved_data["has_bias"] = bias.has_value();
-    context->mark_non_differentiable({means, deviations});
+    context->mark_non_differentiable({all_means, all_inverses});
     context->set_materialize_grads(false);
-    return {result, means, deviations};
+    return {result, all_means, all_inverses};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -133,14 +113,30 @@ class SegmentedNorm : public torch::autograd::Function<SegmentedNorm> {
 
 }  // namespace norm
 
+std::vector<at::Tensor> RunningStatistics::take(const at::Tensor& running, int64_t segments) {
+  std::vector<at::Tensor> own(static_cast<size_t>(segments));
+  if (!running.defined()) return own;
+  if (const std::vector<at::Tensor>* const known = parts.find(running)) return *known;
+  for (at::Tensor& one : own) one = running.detach().clone();
+  parts.set(running, own);
+  storages.insert(running.storage().unsafeGetStorageImpl());
+  ++count;
+  return own;
+}
+
+bool RunningStatistics::have(const at::Tensor& tensor) const {
+  return tensor.defined() && tensor.has_storage() &&
+         storages.contains(tensor.storage().unsafeGetStorageImpl());
+}
+
 void call_batch_norm(Stack* stack, int64_t segments, RunningStatistics& statistics) {
   const Stack given(stack->end() - norm::kCount, stack->end());
   torch::jit::drop(*stack, norm::kCount);
   norm::Running running;
   running.mean = norm::to_tensor(given[norm::kMean]);
   running.variance = norm::to_tensor(given[norm::kVariance]);
-  running.means = norm::find_running(running.mean, segments, statistics);
-  running.variances = norm::find_running(running.variance, segments, statistics);
+  running.means = statistics.take(running.mean, segments);
+  running.variances = statistics.take(running.variance, segments);
   for (const at::Tensor& result : norm::SegmentedNorm::apply(
            given[norm::kInput].toTensor(), norm::to_optional(given[norm::kWeight]),
            norm::to_optional(given[norm::kBias]), running, given[norm::kMomentum].toDouble(),
@@ -154,7 +150,7 @@ bool try_batch_norm(const c10::OperatorHandle& op, Stack* stack,
   const bool is_forward = name == "aten::native_batch_norm";
   const bool is_backward = name == "aten::native_batch_norm_backward";
   if ((!is_forward && !is_backward) || !op.schema().overload_name().empty()) return false;
-  const c10::IValue* const given = &*stack->end() - op.schema().arguments().size();
+  const c10::IValue* const given = stack->data() + stack->size() - op.schema().arguments().size();
   const at::Tensor& rows = given[0].toTensor();
   const at::Tensor weight = norm::to_tensor(given[is_forward ? 1 : 2]);
   const bool is_training = given[is_forward ? 5 : 7].toBool();

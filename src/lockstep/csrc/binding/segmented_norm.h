@@ -8,17 +8,27 @@
 #pragma once
 
 #include <cstdint>
+#include <unordered_set>
 #include <vector>
 
 #include "call_tensors.h"
 
 namespace lockstep {
 
-// The running mean or variance after each micro-batch, by that before them.
-using RunningStatistics = TensorMap<std::vector<at::Tensor>>;
+// The running means and variances that micro-batches have changed.
+struct RunningStatistics {
+  TensorMap<std::vector<at::Tensor>> parts;  // after each micro-batch, by that before them
+  std::unordered_set<const c10::StorageImpl*> storages;
+  int64_t count = 0;
+
+  // Returns the tensor of each micro-batch, which begins as a copy.
+  std::vector<at::Tensor> take(const at::Tensor& running, int64_t segments);
+  // Returns whether a tensor shares memory with one of them.
+  bool have(const at::Tensor& tensor) const;
+};
 
 // Calls batch norm for the rows of each micro-batch. The running statistics of the step stay; those
-// of the micro-batches continue with entries of `statistics`, or become entries.
+// of the micro-batches continue with those in `statistics`, or are added there.
 void call_batch_norm(Stack* stack, int64_t segments, RunningStatistics& statistics);
 
 // If an operator is batch norm in training, or its backward operator, for several micro-batches,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,8 +32,13 @@ class PassResults(NamedTuple):
 class PassTrial(Protocol):
     """The results of separate passes, with which those of one pass are compared."""
 
-    def note(self, loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """Keep the loss of a micro-batch and its gradients, which are in `.grad`."""
+    def note(
+        self,
+        loss: torch.Tensor,
+        parameters: Sequence[nn.Parameter],
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep the loss of a micro-batch, its gradients, which are in `.grad`, and metrics."""
 
     def finish(self) -> None:
         """Compare all bits, after the last micro-batch."""

@@ -185,11 +185,13 @@ class OnePass:
         try:
             results = attempt.take()
             joined.require_same()
+            joined.require_written(attempt.list_written())
         except Exception as error:  # one that is not ours is raised again by the separate passes
             self.known.forget(kind)
             if isinstance(error, CannotJoin):
                 # Numbers that another operator has drawn are no reason of their own.
-                name = joined.forward.find_difference()
+                reads = joined.forward.reads_statistics
+                name = "" if reads else joined.forward.find_difference()
                 self.known.explain(CHANGED.format(name) if name else str(error))
             discard_results(self._parameters, attempt.buffers)
             return None
@@ -228,7 +230,8 @@ class OnePass:
         roots = []
         for number, (part, (_, targets)) in enumerate(zip(group, pairs, strict=True)):
             own = tree_unflatten([cut[number] for cut in cuts], structure)
-            loss, metrics = self._compute_loss(step, part, own, targets, last_call)
+            with attempt.use_buffers(number):
+                loss, metrics = self._compute_loss(step, part, own, targets, last_call)
             roots.append(self._roots.find(loss, step.shares[part.index]))
             results.losses.append(loss.detach())
             results.metrics.append(metrics)
@@ -249,8 +252,8 @@ class OnePass:
     def end_forward(self, attempt: PassAttempt, state: object) -> None:
         """Keep the buffers of each micro-batch after a forward pass, which draws no numbers itself.
 
-        What forward writes into other buffers than statistics of batch norm is the same for all
-        micro-batches, since nothing that is the same for them is computed from samples.
+        What forward writes into other buffers than statistics of batch norm has to be the same for
+        all micro-batches, which a trial finds out.
 
         Raises:
             CannotJoin: Forward has drawn, or a buffer has another shape.
@@ -262,11 +265,16 @@ class OnePass:
         segments = len(attempt.group)
         current = attempt.buffers.current()
         parts = []
+        known = 0
         for slot in attempt.buffers.slots:
             tensor = current.get(slot.name)
             if tensor is None or tensor.shape != slot.tensor.shape:
                 raise CannotJoin(f"the buffer {slot.name} changes its shape")
-            parts.append(attempt.forward.find_statistics(tensor) or [tensor] * segments)
+            own = attempt.forward.find_statistics(tensor)
+            known += own is not None
+            parts.append(own or [tensor] * segments)
+        if attempt.forward.statistics != known:
+            raise CannotJoin("batch norm writes running statistics that are no buffers")
         attempt.buffers_after = [[part[number] for part in parts] for number in range(segments)]
 
     def run_backward(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from lockstep.comm.native_module import load_native
 from lockstep.data.microbatch import map_tensors
 from lockstep.kernel.batch import Microbatch
-from lockstep.kernel.buffers import Buffers
+from lockstep.kernel.buffers import Buffers, have_same_bits
 from lockstep.kernel.step_context import StepContext
 from lockstep.model.loss_root import run_backward
 from lockstep.training.one_pass.grouped_passes import PassResults
@@ -55,6 +56,10 @@ class Pass(Protocol):
     def finish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Complete the gradients of parameters after the backward pass."""
 
+    @property
+    def statistics(self) -> int:
+        """The number of running means and variances that are those of micro-batches."""
+
     def find_statistics(self, running: torch.Tensor) -> list[torch.Tensor] | None:
         """Return a running mean or variance after each micro-batch; None for other tensors."""
 
@@ -66,11 +71,13 @@ class RecordedPass:
         recorded: The calls of the native module.
 
     Attributes:
+        statistics: 0, since the buffers are not used.
         reads: The methods that have read values, and the shapes of the tensors.
     """
 
     def __init__(self, recorded: Any) -> None:
         self.recorded = recorded
+        self.statistics = 0
         self.reads: list[tuple[str, torch.Size]] = []
 
     def run(self, body: Callable[[], Any]) -> Any:
@@ -98,7 +105,7 @@ class RecordedPass:
         """Leave the gradients of parameters, which are not used."""
 
     def find_statistics(self, running: torch.Tensor) -> None:
-        """Return None: the buffers are not used either."""
+        """Return None for every tensor."""
 
 
 _readers: dict[RecordedPass, int] = {}  # the passes that record reads, with their threads
@@ -171,6 +178,30 @@ class PassAttempt:
         self.buffers_after: list[list[torch.Tensor]] = []
         self.results: PassResults | None = None
         self.error: Exception | None = None
+
+    @contextmanager
+    def use_buffers(self, number: int) -> Iterator[None]:
+        """Let the modules have the buffers of a micro-batch in the body.
+
+        Raises:
+            CannotJoin: The body has replaced one.
+        """
+        pairs = [*zip(self.buffers.slots, self.buffers_after[number], strict=True)]
+        for slot, tensor in pairs:
+            slot.install(tensor)
+        yield
+        current = self.buffers.current()
+        for slot, tensor in pairs:
+            if current.get(slot.name) is not tensor:
+                raise CannotJoin(f"the loss writes the buffer {slot.name}")
+
+    def list_written(self) -> set[str]:
+        """Return the names of the buffers that a micro-batch has changed."""
+        slots = self.buffers.slots
+        same = have_same_bits(
+            [(slot.tensor, own) for slot, own in zip(slots, self.buffers_after[0], strict=True)]
+        )
+        return {slot.name for slot, is_same in zip(slots, same, strict=True) if not is_same}
 
     def take(self) -> PassResults:
         """Return the results, or raise the error."""

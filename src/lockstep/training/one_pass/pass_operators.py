@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 __all__ = [
+    "BATCH_NORMS",
     "CONVOLUTIONS",
     "DRAWS",
     "FACTORIES",
     "OF_FLOAT32",
     "POSITION_FREE",
+    "SELECTIONS",
     "SIZED_BY_VALUES",
     "UNSET",
     "VIEWS",
@@ -26,6 +28,9 @@ VIEWS = frozenset(
     """.split()
 )
 """Operators that copy elements, so that those of a sum are the sum of those of its terms."""
+
+SELECTIONS = frozenset(["as_strided", "narrow", "slice", "unfold"])
+"""Views of some elements, whose number may be that of the samples."""
 
 FACTORIES = frozenset(
     """

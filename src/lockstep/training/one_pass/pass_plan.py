@@ -36,6 +36,7 @@ from lockstep.training.one_pass.pass_operators import (
     FACTORIES,
     OF_FLOAT32,
     POSITION_FREE,
+    SELECTIONS,
     SIZED_BY_VALUES,
     UNSET,
     VIEWS,
@@ -330,8 +331,8 @@ class _Comparison:
                 raise CannotJoin(f"{self._name} draws random numbers in the backward pass")
             return self._draw(given, returned)
         has_rows = any(dimension is not None for dimension in given)
-        if has_rows and self._kind in BATCH_NORMS and self._several.has_same_rows:
-            return Slices(_list_rows(given), _list_added(returned), self._sizes)
+        if not is_backward:
+            self._refuse_writes(given)
         if not has_rows:
             if not self._has_rows and not self._several.has_same_rows:
                 raise CannotJoin(f"{self._name} gets other numbers for several micro-batches")
@@ -350,6 +351,9 @@ class _Comparison:
             dimension is None and tensor.element_size
             for dimension, tensor in zip(returned, _list_tensors(self._one.results), strict=True)
         )
+        is_norm = self._kind in BATCH_NORMS and self._several.has_same_rows
+        if is_norm and (is_backward or not is_coupled):
+            return Slices(_list_rows(given), _list_added(returned), self._sizes)
         if not is_coupled:
             self._require_full_vectors(given, returned)
             if not is_unset and not self._several.has_same_rows:
@@ -395,6 +399,20 @@ class _Comparison:
         is_convolution = self._kind in CONVOLUTIONS and not is_backward and 0 in rows
         if is_convolution and tensors[0].sizes[rows[0]] == 1:
             raise CannotJoin(f"{self._name} rounds one sample in another way than several")
+
+    def _refuse_writes(self, given: Sequence[int | None]) -> None:
+        """Raise CannotJoin if samples decide what is written, or which part of a tensor is used."""
+        if self._kind in SELECTIONS and self._has_rows and None in given:
+            raise CannotJoin(f"{self._name} takes as many rows of a tensor as there are samples")
+        if all(dimension is None for dimension in given):
+            return
+        schema = torch._C._get_schema(self._name, self._one.overload)
+        positions = iter(given)
+        for argument, value in zip(schema.arguments, self._one.arguments, strict=True):
+            own = [next(positions) for _ in _list_tensors([value])]
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and None in own:
+                raise CannotJoin(f"{self._name} writes a tensor that all samples share")
 
     def _draw(self, given: Sequence[int | None], returned: Sequence[int | None]) -> Slices:
         """Return how an operator that draws random numbers is called for each micro-batch."""

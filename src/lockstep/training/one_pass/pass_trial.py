@@ -13,7 +13,7 @@ kind: a number of micro-batches, and the shapes of one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,9 +69,13 @@ class JoinedPass:
     Args:
         plan: The operators.
         segments: The number of micro-batches.
+
+    Attributes:
+        written: The buffers that forward has written with the bits of separate passes.
     """
 
     def __init__(self, plan: PassPlan, segments: int) -> None:
+        self.written: set[str] = set()
         make = load_native().SegmentedCalls
         self.forward = make(plan.forward, segments)
         self.backward = make(plan.backward, segments)
@@ -80,6 +84,11 @@ class JoinedPass:
         """Expect the first operators again."""
         self.forward.restart()
         self.backward.restart()
+
+    def require_written(self, names: Collection[str]) -> None:
+        """Raise CannotJoin if buffers were written that were not when bits were compared."""
+        if new := sorted(set(names) - self.written):
+            raise CannotJoin(f"forward writes the buffer {new[0]}, and did not in the first step")
 
     def require_same(self) -> None:
         """Raise CannotJoin unless the passes have called the operators of the plan."""
@@ -205,7 +214,7 @@ class Trial:
         Args:
             loss: The loss.
             parameters: The parameters with gradients.
-            metrics: The metrics, if the script computes them from all samples of a pass.
+            metrics: Its metrics; None: they are not compared.
         """
         if metrics is not None:
             self._metrics.append({**metrics})
@@ -262,6 +271,7 @@ class Trial:
                     raise CannotJoin(f"{difference} has other bits for several micro-batches")
                 if changed := watch.list_changes():
                     raise CannotJoin(f"forward changes {changed[0]}")
+                joined.written |= attempt.list_written()
         except CannotJoin as reason:
             joined = None
             known.explain(str(reason))
@@ -324,7 +334,8 @@ class Trial:
             if own.keys() != joined.keys():
                 return "what is logged"
             for name, value in own.items():
-                if not all(have_same_bits([(value, joined[name])])):
+                is_tensor = isinstance(value, torch.Tensor)
+                if is_tensor and not all(have_same_bits([(value, joined[name])])):
                     return f"the metric {name!r}"
         for part, written in zip(self._group, results.buffers, strict=True):
             if name := self._buffers.find_difference(part.index, written):
