@@ -40,7 +40,7 @@ LIMITS = {
     "step: nodes reached": 59_000,
     "ls.exact: modules reached": 98,
     "ls.exact: nodes reached": 99_000,
-    "trainer: modules reached": 270,
+    "trainer: modules reached": 271,
     "large classes without a reason": 0,
     "repeated public class names": 0,
 }

@@ -171,5 +171,5 @@ def test_what_cannot_be_computed_is_one_sentence(run, tmp_path):
     assert (found["verdict"], found["steps"], found["equal"]) == ("failed", 1, False)
     said = " ".join(done.stderr.split())
     assert "steps 3 to 4: step 4 was not computed: rank 0 raised RuntimeError: thi" in said
-    assert said.endswith("(train.py:27). See lockstep replay mine --step 4.")
+    assert said.endswith("(train.py:31). See lockstep replay mine --step 4.")
     assert found["failure"] in said

@@ -40,6 +40,7 @@ from lockstep.model.forward import Metric, call_model, compute_loss, split_targe
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.portable.arithmetic import has_portable_bits
+from lockstep.training.one_pass.call_comparison import CannotJoin
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
@@ -48,7 +49,6 @@ from lockstep.training.one_pass.pass_attempt import (
     join_gradients,
     run_from_roots,
 )
-from lockstep.training.one_pass.pass_plan import CannotJoin
 from lockstep.training.one_pass.pass_trial import (
     CHANGED,
     KnownPasses,

@@ -17,8 +17,8 @@ from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers, have_same_bits
 from lockstep.kernel.step_context import StepContext
 from lockstep.model.loss_root import run_backward
+from lockstep.training.one_pass.call_comparison import CannotJoin, NotedCall
 from lockstep.training.one_pass.grouped_passes import PassResults
-from lockstep.training.one_pass.pass_plan import CannotJoin, NotedCall
 
 __all__ = [
     "Pass",

@@ -25,6 +25,7 @@ from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers, have_same_bits
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.tree import TensorList, TreeAccumulator, add_present
+from lockstep.training.one_pass.call_comparison import CannotJoin
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.pass_attempt import (
     Pass,
@@ -34,7 +35,7 @@ from lockstep.training.one_pass.pass_attempt import (
     make_recorded,
     take_calls,
 )
-from lockstep.training.one_pass.pass_plan import CannotJoin, PassPlan, count_bytes, plan_passes
+from lockstep.training.one_pass.pass_plan import PassPlan, count_bytes, plan_passes
 
 __all__ = ["CHANGED", "JoinedPass", "KnownPasses", "PassKind", "Trial", "discard_results"]
 

@@ -24,11 +24,11 @@ from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import StepContext
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.training.one_pass.call_comparison import CannotJoin
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.grouped_samples import average
 from lockstep.training.one_pass.one_pass import SCHEDULE, OnePass
 from lockstep.training.one_pass.pass_attempt import PassAttempt, cut_rows, run_from_roots
-from lockstep.training.one_pass.pass_plan import CannotJoin
 from lockstep.training.one_pass.pass_trial import PassKind, Trial
 
 __all__ = ["ScriptPass", "ScriptPasses"]
