@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 15,
-    "nodes in src": 458_000,
+    "nodes in src": 464_000,
     "nodes in tests": 570_000,
-    "code lines in csrc": 11_900,
+    "code lines in csrc": 12_300,
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments": 0,
     "joined assignments to attributes": 0,

@@ -269,9 +269,8 @@ def _build_executor(
     )
     names = partitioner.block_names
     make_passes = None
-    has_loss = parallel.loss is not None  # of a micro-batch, computed from its outputs
     is_dense = isinstance(gradients, GradientReducer) and not gradients.has_sparse
-    if has_loss and is_dense and can_join(parallel, model, modules):
+    if is_dense and can_join(parallel, model, modules):
         make_passes = partial(OnePass, parallel, model, modules, metrics)
     executor = WholeModelExecutor(
         parallel,

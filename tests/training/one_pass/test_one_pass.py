@@ -1,5 +1,6 @@
 """Several micro-batches in one pass: the bits of separate passes, and what cannot be joined."""
 
+import copy
 import json
 import random
 import tempfile
@@ -495,7 +496,7 @@ SEPARATE = {
         f"events, {name}": (lambda couple=couple: couple_events(couple), "has other bits")
         for name, couple in COUPLES_EVENTS.items()
     },
-    "a compiled function": (with_a_compiled_function, "other operators are called"),
+    "a compiled function": (with_a_compiled_function, "other operators"),
     "statistics of batch norm that are used": (
         lambda: on_features(
             lambda model, x: model.norm(x) * (model.norm.running_var < 1e9),
@@ -698,7 +699,7 @@ def train(model, batches, *, is_joined, loss=None, **options):
     with mock.patch.object(OnePass, "compute", compute):
         trainer = ls.Trainer(
             model,
-            loss or nn.CrossEntropyLoss(),
+            copy.deepcopy(loss) or nn.CrossEntropyLoss(),
             lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
             microbatches=8,
             loggers=[],
@@ -976,7 +977,7 @@ def compare_limited():
 
     original = OnePass.compute
     with (
-        mock.patch.object(pass_trial, "MOST_BYTES", 4 * 2 * (64 + 64 + 16) * 4),
+        mock.patch.object(pass_trial, "MOST_BYTES", 4 * 4 * (2 * (64 + 64 + 2 * 16) + 2)),
         mock.patch.object(OnePass, "compute", compute),
     ):
         return compare(JOINED["linear layers"], batches=[data()] * 8), sizes
@@ -1015,7 +1016,7 @@ def compare_objects():
         return F.cross_entropy(outputs[0], targets)
 
     def use(outputs, targets):
-        return ignore(outputs, targets) + 0 * outputs[1].logits.mean()
+        return ignore(outputs, targets) + 0 * outputs[1].logits.mean(0).mean()
 
     return compare(make, loss=ignore), compare(make, loss=use)
 
@@ -1121,6 +1122,115 @@ class Drawing(nn.Module):
 
 def test_a_loss_draws_after_the_last_call_of_a_block(late):
     assert late["drawing losses"] == (True, 8 * (STEPS - 3), "")
+
+
+def rates():
+    """Return samples whose targets are numbers between 0 and 1."""
+    inputs, _ = data()
+    generator = torch.Generator().manual_seed(2)
+    return inputs, torch.rand(SAMPLES, CLASSES, generator=generator)
+
+
+class Growing:
+    """Batches, and a loss whose second term grows with them, from one of them on."""
+
+    def __init__(self, first):
+        self.first = first
+        self.factor = 0.0
+
+    def __call__(self, outputs, targets):
+        return F.cross_entropy(outputs, targets) + self.factor * outputs.square().mean()
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __iter__(self):
+        for step in range(2 * STEPS):
+            self.factor = max(0, 1 + step - self.first) / 10
+            yield data()
+
+
+def difference(reduce):
+    return lambda outputs, targets: reduce((outputs - targets).square())
+
+
+JOINED_LOSSES = {
+    "cross entropy": (nn.CrossEntropyLoss(), data),
+    "class weights": (
+        lambda *pair: F.cross_entropy(*pair, weight=torch.linspace(0.5, 2, CLASSES)),
+        data,
+    ),
+    "ignored targets": (nn.CrossEntropyLoss(ignore_index=3), data),
+    "a sum": (nn.CrossEntropyLoss(reduction="sum"), data),
+    "smooth labels": (nn.CrossEntropyLoss(label_smoothing=0.1), data),
+    "pixels": (lambda o, y: F.cross_entropy(o.view(-1, 4, 4), y[:, None].expand(-1, 4) % 4), data),
+    "log likelihood": (lambda o, y: 2 * F.nll_loss(o.log_softmax(1), y) + 0.5, data),
+    "squares": (nn.MSELoss(), rates),
+    "absolute differences": (nn.L1Loss(), rates),
+    "smooth differences": (nn.SmoothL1Loss(), rates),
+    "Huber": (nn.HuberLoss(delta=0.5), rates),
+    "margins": (lambda o, y: F.soft_margin_loss(o, (y - 0.5).sign()), rates),
+    "logits": (nn.BCEWithLogitsLoss(), rates),
+    "the sum of logits": (nn.BCEWithLogitsLoss(reduction="sum"), rates),
+    "probabilities": (lambda o, y: F.binary_cross_entropy(o.sigmoid(), y, weight=y), rates),
+    "a mean": (difference(torch.mean), rates),
+    "the sum of two": (lambda o, y: F.cross_entropy(o, y) + o.square().mean(), data),
+    "the mean of the columns of a matrix": (difference(lambda x: x.t().mean()), rates),
+    "random numbers": (Drawing(), data),
+}
+SEPARATE_LOSSES = {
+    "a number of samples": lambda o, y: F.kl_div(o.log_softmax(1), y, reduction="batchmean"),
+    "a mean over samples first": difference(lambda x: x.mean(0).mean()),
+    "weights of logits": lambda o, y: F.binary_cross_entropy_with_logits(o, y, weight=y),
+    "a value": difference(lambda x: x.mean() * (1 if x.mean().item() < 1e9 else 2)),
+}
+
+
+@pytest.fixture(scope="module")
+def losses():
+    """What passes do with every loss, and whether they have computed all losses together."""
+    kinds = []
+
+    def attempt(self, *arguments):
+        kinds.append(self.joins_losses)
+        return original(self, *arguments)
+
+    def compare_loss(loss, batches):
+        kinds.clear()
+        return compare(JOINED["linear layers"], loss=loss, batches=batches), {*kinds}
+
+    original = pass_trial.JoinedPass.attempt
+
+    def compare_all():
+        with mock.patch.object(pass_trial.JoinedPass, "attempt", attempt):
+            found = {
+                name: compare_loss(loss, [make()] * STEPS)
+                for name, (loss, make) in JOINED_LOSSES.items()
+            }
+            for name, loss in SEPARATE_LOSSES.items():
+                found[name] = compare_loss(loss, [rates()] * STEPS)
+            for first in (4, 5):
+                growing = Growing(first)
+                found[first] = compare_loss(growing, growing)
+            return found
+
+    return on_portable_ranks(compare_all)[0]
+
+
+@pytest.mark.parametrize("name", JOINED_LOSSES)
+def test_the_losses_of_all_micro_batches_are_computed_together(name, losses):
+    assert losses[name] == ((True, 8 * (STEPS - 3), ""), {True})
+
+
+@pytest.mark.parametrize("name", SEPARATE_LOSSES)
+def test_a_loss_that_depends_on_the_number_of_samples_is_computed_for_each(name, losses):
+    assert losses[name] == ((True, 8 * (STEPS - 3), ""), {False})
+
+
+def test_a_loss_that_changes_is_computed_for_each_from_then_on(losses):
+    # Step 5 compares all bits, and plans another pass.
+    assert losses[4] == ((True, 8 * 3, ""), {True, False})  # in the steps 3, 6 and 7
+    assert losses[5] == ((True, 8 * 4, ""), {True, False})  # and 4
 
 
 @pytest.mark.parametrize("several", [3, pytest.param(2, marks=pytest.mark.stress)])

@@ -47,11 +47,11 @@ def make_calls(
 ) -> Any:
     """Return what calls an operator for the rows of each segment."""
     native = load_native()
-    recorded = native.RecordedCalls(restores=True, keeps=False, first=None)
+    recorded = native.RecordedCalls(restores=True, keeps=False, joins_losses=False, first=None)
     recorded.run(operator)
     (call,) = recorded.calls
     rule = native.SegmentRule([*slices], [*results], [], draws=False, turns=1, keeps_parts=False)
-    return native.SegmentedCalls([(call[0], call[1], rule, call[-1])], segments)
+    return native.SegmentedCalls([(call[0], call[1], rule, call[-1])], segments, False)
 
 
 TERMS = [(0, 1), (1, 0)]
@@ -237,12 +237,12 @@ class Layer:
         """Return what is computed for all segments together."""
         backward = self.compute()
         native = load_native()
-        recorded = native.RecordedCalls(restores=True, keeps=False, first=None)
+        recorded = native.RecordedCalls(restores=True, keeps=False, joins_losses=False, first=None)
         recorded.run(backward)
         (call,) = recorded.calls
         cut = [(0, 1), (5, 0), (6, 0), (7, 1), (8, 0), (9, 0), (10, 1), (11, 0), (12, 1)]
         rule = native.SegmentRule(cut, [*self.results], [], draws=False, turns=1, keeps_parts=False)
-        calls = native.SegmentedCalls([(call[0], call[1], rule, call[-1])], segments)
+        calls = native.SegmentedCalls([(call[0], call[1], rule, call[-1])], segments, False)
         with torch.no_grad():
             found = calls.run(backward)
         assert not calls.find_difference()

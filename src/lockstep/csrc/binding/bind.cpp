@@ -251,8 +251,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_readonly("is_floating_point", &CallTensor::is_floating_point)
       .def_readonly("is_dense", &CallTensor::is_dense);
   py::class_<RecordedCalls, std::shared_ptr<RecordedCalls>>(module, "RecordedCalls")
-      .def(py::init<bool, bool, std::shared_ptr<const RecordedCalls>>(), py::arg("restores"),
-           py::arg("keeps"), py::arg("first"))
+      .def(py::init<bool, bool, bool, std::shared_ptr<const RecordedCalls>>(), py::arg("restores"),
+           py::arg("keeps"), py::arg("joins_losses"), py::arg("first"))
       .def("run", &RecordedCalls::run, py::arg("body"))
       .def("begin", &RecordedCalls::begin)
       .def("end", &RecordedCalls::end)
@@ -270,8 +270,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("slices"), py::arg("results"), py::arg("sizes"), py::arg("draws"),
            py::arg("turns"), py::arg("keeps_parts"));
   py::class_<SegmentedCalls, std::shared_ptr<SegmentedCalls>>(module, "SegmentedCalls")
-      .def(py::init<const std::vector<SegmentedCalls::Expected>&, int64_t>(), py::arg("calls"),
-           py::arg("segments"))
+      .def(py::init<const std::vector<SegmentedCalls::Expected>&, int64_t, bool>(),
+           py::arg("calls"), py::arg("segments"), py::arg("joins_losses"))
       .def("run", &SegmentedCalls::run, py::arg("body"))
       .def("begin", &SegmentedCalls::begin)
       .def("end", &SegmentedCalls::end)

@@ -26,18 +26,25 @@ void end_begun() {
   c10::impl::tls_set_dispatch_key_included(kKey, false);
 }
 
-// Operators that call others, which are seen instead: they draw, add up samples, or normalize them.
+// Operators that call others, which are seen instead: they draw, add up samples, normalize them, or
+// compute losses.
 const std::unordered_set<std::string> kDivided = {
     "aten::alpha_dropout",
     "aten::alpha_dropout_",
     "aten::batch_norm",
+    "aten::cross_entropy_loss",
     "aten::dropout",
     "aten::dropout_",
     "aten::feature_alpha_dropout",
     "aten::feature_alpha_dropout_",
     "aten::feature_dropout",
     "aten::feature_dropout_",
+    "aten::kl_div",
+    "aten::l1_loss",
     "aten::lstm",
+    "aten::nll_loss",
+    "aten::nll_loss2d",
+    "aten::nll_loss_nd",
     "aten::rand",
     "aten::rand_like",
     "aten::randint",
@@ -66,6 +73,8 @@ bool is_divided(const c10::OperatorHandle& op, const Stack& stack) {
   const c10::IValue* const given = stack.data() + stack.size() - schema.arguments().size();
   if (const auto probability = schema.argumentIndexWithName("dropout_p"))
     return given[*probability].toDouble() != 0;
+  if (const auto reduction = schema.argumentIndexWithName("reduction"))
+    return watching->joins_losses() && given[*reduction].toInt() != 0;
   const bool is_norm = schema.name().find("batch_norm") != std::string::npos;
   return !is_norm || given[*schema.argumentIndexWithName("training")].toBool();
 }

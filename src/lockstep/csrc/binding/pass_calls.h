@@ -22,6 +22,8 @@ using torch::jit::Stack;
 // Sees every operator that a body calls in its thread.
 class PassCalls : public std::enable_shared_from_this<PassCalls> {
  public:
+  // `joins_losses`: whether a loss has one row per micro-batch (segmented_loss.h).
+  explicit PassCalls(bool joins_losses) : joins_losses_(joins_losses) {}
   virtual ~PassCalls() = default;
   pybind11::object run(const pybind11::function& body);
   // Sees what this thread calls until `end`, which another thread may call. Raises if another one
@@ -29,9 +31,11 @@ class PassCalls : public std::enable_shared_from_this<PassCalls> {
   void begin();
   void end();
   bool has_ended() const { return has_ended_; }
+  bool joins_losses() const { return joins_losses_; }
   virtual void call(const c10::OperatorHandle& op, Stack* stack) = 0;
 
  private:
+  const bool joins_losses_;
   std::atomic<bool> has_ended_ = false;
 };
 

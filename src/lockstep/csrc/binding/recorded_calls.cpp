@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "free_rows.h"
+#include "segmented_loss.h"
 
 namespace py = pybind11;
 
@@ -110,8 +111,9 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   Stack given;
   if (alone) given.assign(stack->end() - std::ssize(op.schema().arguments()), stack->end());
   DefaultGenerator generator;
-  const bool is_norm = alone && try_batch_norm(op, stack, alone->sizes, statistics_);
-  if (!is_norm) op.callBoxed(stack);
+  const bool is_divided = (alone && try_batch_norm(op, stack, alone->sizes, statistics_)) ||
+                          (joins_losses() && try_loss(op, stack, alone ? &alone->sizes : nullptr));
+  if (!is_divided) op.callBoxed(stack);
   if (has_subclass(*stack, op.schema().returns().size())) return note_subclass(op);
   remember_results(*stack, op.schema().returns().size());
   const bool has_drawn = generator.has_drawn();
@@ -120,7 +122,7 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
     note_draw(generator.before(), generator.read());
   }
   const bool is_same = compare_results(*stack, op.schema().returns().size()) && has_same_numbers &&
-                       (!alone || has_drawn || is_norm || are_rows_free(op, given, *alone));
+                       (!alone || has_drawn || is_divided || are_rows_free(op, given, *alone));
   calls.append(py::make_tuple(op.schema().name(), op.schema().overload_name(), std::move(arguments),
                               describe_last(*stack, op.schema().returns().size()), has_drawn,
                               std::move(turns), std::move(sources), is_same, values));

@@ -31,8 +31,9 @@ class RecordedCalls : public PassCalls {
   // which is the same, compares its own, if this one is its `first`.
   // `first`: of a pass over several micro-batches, that over the last one, whose own `first` is the
   // pass over the first one; or that over the first one.
-  RecordedCalls(bool restores, bool keeps, std::shared_ptr<const RecordedCalls> first)
-      : restores_(restores), keeps_(keeps), first_(std::move(first)) {}
+  RecordedCalls(bool restores, bool keeps, bool joins_losses,
+                std::shared_ptr<const RecordedCalls> first)
+      : PassCalls(joins_losses), restores_(restores), keeps_(keeps), first_(std::move(first)) {}
   pybind11::object run(const pybind11::function& body);
   void end();
   void call(const c10::OperatorHandle& op, Stack* stack) override;

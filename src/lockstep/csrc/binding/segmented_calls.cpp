@@ -13,6 +13,7 @@
 
 #include "microbatch.h"
 #include "portable_kernels.h"
+#include "segmented_loss.h"
 #include "torch_errors.h"
 
 namespace lockstep {
@@ -129,6 +130,11 @@ SegmentedCalls::Total find_total(const std::string& name, const std::string& ove
   if (name == "aten::mkldnn_rnn_layer_backward" && overload.empty() &&
       rule->results == std::vector<int64_t>{1, -1, -1, -1, -1, 0, 0})
     return try_lstm_segments;
+  const bool is_of_samples =
+      rule->slices.size() == 4 && std::all_of(rule->slices.begin(), rule->slices.end(),
+                                              [](const auto& one) { return one.second == 0; });
+  if (name == "aten::nll_loss_backward" && overload.empty() && is_of_samples)
+    return try_nll_gradient;
   if (name == "aten::sum" && overload == "dim_IntList" && rule->slices == Slices{{0, 0}})
     return try_sum;
   return nullptr;
@@ -136,8 +142,9 @@ SegmentedCalls::Total find_total(const std::string& name, const std::string& ove
 
 }  // namespace
 
-SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segments)
-    : segments_(segments) {
+SegmentedCalls::SegmentedCalls(const std::vector<Expected>& calls, int64_t segments,
+                               bool joins_losses)
+    : PassCalls(joins_losses), segments_(segments) {
   CHECK_ARGUMENT(segments > 0, "there are no segments");
   for (const auto& [name, overload, rule, arguments] : calls)
     calls_.push_back(
@@ -203,7 +210,9 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   }
   const Call& call = calls_[next_++];
   const std::optional<SegmentRule>& rule = call.rule;
-  if (!rule) {
+  if (joins_losses() && is_loss(op, *stack)) {
+    call_loss(op, stack, rule ? segments_ : 1, rule ? rule->slices : SegmentRule().slices);
+  } else if (!rule) {
     op.callBoxed(stack);
   } else if (call.is_norm) {
     call_batch_norm(stack, segments_, statistics_);

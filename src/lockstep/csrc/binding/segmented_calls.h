@@ -43,7 +43,7 @@ class SegmentedCalls : public PassCalls {
   // Returns what an operator returns for these arguments of all micro-batches, nothing if it has to
   // be called for each of them.
   using Total = std::vector<at::Tensor> (*)(const c10::IValue* arguments, int64_t segments);
-  SegmentedCalls(const std::vector<Expected>& calls, int64_t segments);
+  SegmentedCalls(const std::vector<Expected>& calls, int64_t segments, bool joins_losses);
   void call(const c10::OperatorHandle& op, Stack* stack) override;
   void restart();
   // Adds the parts of the gradients of parameters, after the backward pass.

@@ -8,8 +8,8 @@ An operator that treats rows separately may still round the last elements of a t
 way, where vector registers are not full. `POSITION_FREE` and `OF_FLOAT32` have those that do not;
 the tensors of others must fill all registers.
 
-An operator that draws random numbers is called for the rows of each micro-batch, too, and so is
-batch norm, which normalizes within a micro-batch.
+An operator that draws random numbers is called for the rows of each micro-batch, too, and so are
+batch norm, which normalizes within a micro-batch, and losses, of which a micro-batch has one.
 
 An operator that returns rows may couple them nevertheless, as a softmax or a sum over samples does.
 So the rows of its result are compared with those of the passes over the first and the last
@@ -29,6 +29,7 @@ from lockstep.training.one_pass.pass_operators import (
     CONVOLUTIONS,
     DRAWS,
     FACTORIES,
+    LOSSES,
     OF_FLOAT32,
     POSITION_FREE,
     SELECTIONS,
@@ -173,8 +174,9 @@ class CallComparison:
             dimension is None and tensor.element_size
             for dimension, tensor in zip(returned, list_tensors(self._one.results), strict=True)
         )
-        is_norm = self._kind in BATCH_NORMS and self._several.has_same_rows
-        if is_norm and (is_backward or not is_coupled):
+        is_norm = self._kind in BATCH_NORMS
+        is_divided = (is_norm or self._is_loss) and self._several.has_same_rows
+        if is_divided and (is_backward or not is_coupled):
             return Slices(_list_rows(given), _list_added(returned), self._sizes)
         if not is_coupled:
             self._require_full_vectors(given, returned)
@@ -187,6 +189,16 @@ class CallComparison:
         if has_lists or any(type(size) is not int for _, size in self._sizes):
             raise CannotJoin(f"{self._name} combines samples in the backward pass")
         return Slices(_list_rows(given), _list_added(returned), self._sizes)
+
+    @property
+    def _is_loss(self) -> bool:
+        """Whether the operator computes the loss of a micro-batch, or its gradient."""
+        if self._kind in ("mean", "sum"):
+            return self._one.overload == ""
+        if self._kind not in LOSSES:
+            return False
+        names = [one.name for one in torch._C._get_schema(self._name, self._one.overload).arguments]
+        return bool(self._one.arguments[names.index("reduction")])
 
     def list_shared(self) -> set[int] | None:
         """Return the calls that have returned the tensors without rows; None: it has no rows."""

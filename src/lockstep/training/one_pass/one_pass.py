@@ -36,7 +36,14 @@ from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.kernel.tree import nodes_of, split
 from lockstep.model.backward_hooks import has_foreign_hooks
 from lockstep.model.compilation import find_compiled
-from lockstep.model.forward import Metric, call_model, compute_loss, split_targets
+from lockstep.model.forward import (
+    Metric,
+    call_model,
+    compute_metrics,
+    compute_results,
+    find_inputs,
+    split_targets,
+)
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.portable.arithmetic import has_portable_bits
@@ -50,7 +57,6 @@ from lockstep.training.one_pass.pass_attempt import (
     run_from_roots,
 )
 from lockstep.training.one_pass.pass_trial import (
-    CHANGED,
     KnownPasses,
     PassKind,
     Trial,
@@ -78,6 +84,9 @@ class OnePass:
     Attributes:
         known: What trials have found.
     """
+
+    computes_losses = True
+    """Whether the loss is that of the trainer, which may be computed for all samples."""
 
     def __init__(
         self,
@@ -172,10 +181,7 @@ class OnePass:
         if len(group) == 1 or step.observers or self._is_compared(step, group):
             return None
         joined = self.known.find(self._kind(group))
-        if joined is None:
-            return None
-        joined.restart()
-        return PassAttempt(step, buffers, group, joined.forward, joined.backward)
+        return None if joined is None else joined.attempt(step, buffers, group)
 
     def close(self, attempt: PassAttempt) -> PassResults | None:
         """Return the results of a pass; None: its micro-batches are computed one by one."""
@@ -189,10 +195,7 @@ class OnePass:
         except Exception as error:  # one that is not ours is raised again by the separate passes
             self.known.forget(kind)
             if isinstance(error, CannotJoin):
-                # Numbers that another operator has drawn are no reason of their own.
-                reads = joined.forward.reads_statistics
-                name = "" if reads else joined.forward.find_difference()
-                self.known.explain(CHANGED.format(name) if name else str(error))
+                self.known.explain(joined.find_reason(error))
             discard_results(self._parameters, attempt.buffers)
             return None
         return results
@@ -217,29 +220,81 @@ class OnePass:
         step = attempt.step
         group = attempt.group
         where = step.place(group[0].index)
-        pairs = [split_targets(part.data, where) for part in group]
-        columns = zip(*(inputs for inputs, _ in pairs), strict=True)
-        inputs = [join_samples(*column) for column in columns]
+        data = join_samples(*(part.data for part in group))
+        inputs = find_inputs(self._parallel.loss, data, where)
+        loss = None
+
+        def call() -> Any:
+            nonlocal loss
+            outputs = call_model(self._called, inputs, where)
+            if attempt.joins_losses:
+                self._scopes.begin_loss()
+                loss, _ = compute_results(self._parallel.loss, {}, outputs, data, where)
+            return outputs
+
         state = self.begin_forward(attempt)
-        outputs = attempt.forward.run(lambda: call_model(self._called, inputs, where))
+        outputs = attempt.forward.run(call)
         self.end_forward(attempt, state)
-        last_call = self._scopes.last_call
-        leaves, structure = tree_flatten(outputs)
-        cuts = [cut_rows(leaf, len(group)) for leaf in leaves]
         results = PassResults([], [], attempt.buffers_after)
-        roots = []
-        for number, (part, (_, targets)) in enumerate(zip(group, pairs, strict=True)):
-            own = tree_unflatten([cut[number] for cut in cuts], structure)
+        if attempt.joins_losses:
+            root = self._find_root(step, group, loss)
+            results.losses.extend(root[0].detach().unbind())
+            self._add_metrics(attempt, results, outputs)
+            self._run_backward(attempt, [root])
+        else:
+            self._run_from_losses(attempt, results, outputs)
+        return results
+
+    def _find_root(
+        self, step: StepContext, group: Sequence[Microbatch], losses: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the losses of micro-batches, and their gradient, which are their shares."""
+        is_usual = isinstance(losses, torch.Tensor) and losses.shape == (len(group),)
+        if not is_usual or not losses.requires_grad or not losses.is_floating_point():
+            raise CannotJoin("the loss is not computed for each micro-batch")
+        shares = [step.shares[part.index] for part in group]
+        return losses, losses.new_tensor(shares)
+
+    def _cut_outputs(self, outputs: Any, segments: int) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return the leaves of outputs, the parts of each, and the outputs of each micro-batch."""
+        leaves, structure = tree_flatten(outputs)
+        cuts = [cut_rows(leaf, segments) for leaf in leaves]
+        own = [tree_unflatten([cut[n] for cut in cuts], structure) for n in range(segments)]
+        return leaves, cuts, own
+
+    def _add_metrics(self, attempt: PassAttempt, results: PassResults, outputs: Any) -> None:
+        """Compute the metrics of each micro-batch from its outputs."""
+        group = attempt.group
+        if not self._metrics:
+            results.metrics.extend({} for _ in group)
+            return
+        _, _, parts = self._cut_outputs(outputs, len(group))
+        last_call = self._scopes.last_call
+        for number, (part, own) in enumerate(zip(group, parts, strict=True)):
+            where = self._begin_loss(attempt.step, part, last_call)
+            about = part.data
+            if self._parallel.loss is not None:
+                _, about = split_targets(about, where)
             with attempt.use_buffers(number):
-                loss, metrics = self._compute_loss(step, part, own, targets, last_call)
+                results.metrics.append(compute_metrics(self._metrics, own, about, where))
+
+    def _run_from_losses(self, attempt: PassAttempt, results: PassResults, outputs: Any) -> None:
+        """Compute the loss of each micro-batch from its outputs, and run backward."""
+        step = attempt.step
+        group = attempt.group
+        leaves, cuts, parts = self._cut_outputs(outputs, len(group))
+        last_call = self._scopes.last_call
+        roots = []
+        for number, (part, own) in enumerate(zip(group, parts, strict=True)):
+            with attempt.use_buffers(number):
+                loss, metrics = self._compute_loss(step, part, own, last_call)
             roots.append(self._roots.find(loss, step.shares[part.index]))
             results.losses.append(loss.detach())
             results.metrics.append(metrics)
         run_from_roots(roots)  # together, since to start the engine takes as long as a loss
         if any(parameter.grad is not None for parameter in self._parameters):
             raise CannotJoin("the loss uses parameters of the model")
-        self.run_backward(attempt, leaves, cuts)
-        return results
+        self.run_from_outputs(attempt, leaves, cuts)
 
     def begin_forward(self, attempt: PassAttempt) -> object:
         """Prepare buffers and generators; return the states of the latter, which do not change."""
@@ -277,7 +332,7 @@ class OnePass:
             raise CannotJoin("batch norm writes running statistics that are no buffers")
         attempt.buffers_after = [[part[number] for part in parts] for number in range(segments)]
 
-    def run_backward(
+    def run_from_outputs(
         self, attempt: PassAttempt, leaves: Sequence[Any], cuts: Sequence[Sequence[Any]]
     ) -> None:
         """Run backward from the outputs, with the gradients of their parts.
@@ -289,21 +344,31 @@ class OnePass:
         used = [(leaf, gradient) for leaf, gradient in roots if gradient is not None]
         if not used:
             raise CannotJoin("the loss does not depend on the outputs")
+        self._run_backward(attempt, used)
+
+    def _run_backward(
+        self, attempt: PassAttempt, roots: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         state = self._scopes.read_states()
-        attempt.backward.run(lambda: run_from_roots(used))
+        attempt.backward.run(lambda: run_from_roots(roots))
         attempt.backward.finish(self._parameters)
         if self._scopes.read_states() != state:
             raise CannotJoin("the backward pass draws random numbers")
 
-    def _compute_loss(
-        self, step: StepContext, part: Microbatch, outputs: Any, targets: Any, last_call: int
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Compute the loss of a micro-batch from its outputs."""
-        where = step.place(part.index)
-        assert self._parallel.loss is not None
+    def _begin_loss(self, step: StepContext, part: Microbatch, last_call: int) -> str:
+        """Seed the generators for the loss of a micro-batch; return its place, for messages."""
         self._scopes.begin_microbatch(step.number, part.index, last_call)
         self._scopes.begin_loss()
-        loss, metrics = compute_loss(self._parallel.loss, self._metrics, outputs, targets, where)
+        return step.place(part.index)
+
+    def _compute_loss(
+        self, step: StepContext, part: Microbatch, outputs: Any, last_call: int
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Compute the loss of a micro-batch from its outputs."""
+        where = self._begin_loss(step, part, last_call)
+        loss, metrics = compute_results(
+            self._parallel.loss, self._metrics, outputs, part.data, where
+        )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise CannotJoin("the loss has no gradient")
         return loss, metrics
@@ -330,6 +395,7 @@ class OnePass:
             step=step,
             buffers=buffers,
             group=group,
+            joins_losses=self.computes_losses,
         )
 
 

@@ -155,6 +155,7 @@ class PassAttempt:
         group: The micro-batches.
         forward: What sees the operators of the forward pass.
         backward: What sees those of the backward pass.
+        joins_losses: Whether the losses are computed together, in the forward pass.
 
     Attributes:
         buffers_after: The buffers after each micro-batch; empty before the end of forward.
@@ -169,12 +170,15 @@ class PassAttempt:
         group: Sequence[Microbatch],
         forward: Pass,
         backward: Pass,
+        *,
+        joins_losses: bool = False,
     ) -> None:
         self.step = step
         self.buffers = buffers
         self.group = group
         self.forward = forward
         self.backward = backward
+        self.joins_losses = joins_losses
         self.buffers_after: list[list[torch.Tensor]] = []
         self.results: PassResults | None = None
         self.error: Exception | None = None
@@ -276,10 +280,15 @@ def run_from_roots(roots: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) ->
         torch.autograd.backward([one for one, _ in roots], [gradient for _, gradient in roots])
 
 
-def make_recorded(restores: bool, *, keeps: bool, first: RecordedPass | None) -> RecordedPass:
+def make_recorded(
+    restores: bool, *, keeps: bool, joins_losses: bool, first: RecordedPass | None
+) -> RecordedPass:
     """Return a pass whose operators are recorded, as `RecordedCalls` describes."""
     calls = None if first is None else first.recorded
-    return RecordedPass(load_native().RecordedCalls(restores=restores, keeps=keeps, first=calls))
+    make = load_native().RecordedCalls
+    return RecordedPass(
+        make(restores=restores, keeps=keeps, joins_losses=joins_losses, first=calls)
+    )
 
 
 def take_calls(recorded: PassAttempt) -> list[list[NotedCall]]:

@@ -7,6 +7,7 @@ __all__ = [
     "CONVOLUTIONS",
     "DRAWS",
     "FACTORIES",
+    "LOSSES",
     "OF_FLOAT32",
     "POSITION_FREE",
     "SELECTIONS",
@@ -66,6 +67,16 @@ CONVOLUTIONS = frozenset(
 
 BATCH_NORMS = frozenset(["native_batch_norm", "native_batch_norm_backward"])
 """Batch norm, whose statistics are those of the rows of a micro-batch, and have a part for each."""
+
+LOSSES = frozenset(
+    """
+    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits huber_loss
+    huber_loss_backward mse_loss mse_loss_backward nll_loss2d_backward nll_loss2d_forward
+    nll_loss_backward nll_loss_forward smooth_l1_loss smooth_l1_loss_backward soft_margin_loss
+    soft_margin_loss_backward
+    """.split()
+)
+"""Losses, which the native module computes for each micro-batch (`segmented_loss.h`)."""
 
 COPIES = """
     cat concat constant_pad_nd copy flip gather index index_select pad repeat repeat_interleave

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,6 @@ from lockstep.kernel.tree import TensorList, TreeAccumulator, add_present
 from lockstep.training.one_pass.call_comparison import CannotJoin
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.pass_attempt import (
-    Pass,
     PassAttempt,
     list_names,
     list_reads,
@@ -37,7 +37,7 @@ from lockstep.training.one_pass.pass_attempt import (
 )
 from lockstep.training.one_pass.pass_plan import PassPlan, count_bytes, plan_passes
 
-__all__ = ["CHANGED", "JoinedPass", "KnownPasses", "PassKind", "Trial", "discard_results"]
+__all__ = ["JoinedPass", "KnownPasses", "PassKind", "Trial", "discard_results"]
 
 MOST_BYTES = 128 << 20
 """The bytes that a pass may keep for its backward pass: with more of them per micro-batch, the time
@@ -70,26 +70,45 @@ class JoinedPass:
     Args:
         plan: The operators.
         segments: The number of micro-batches.
+        joins_losses: Whether the losses are computed together, in the forward pass.
 
     Attributes:
         written: The buffers that forward has written with the bits of separate passes.
     """
 
-    def __init__(self, plan: PassPlan, segments: int) -> None:
+    def __init__(self, plan: PassPlan, segments: int, *, joins_losses: bool) -> None:
+        self.joins_losses = joins_losses
         self.written: set[str] = set()
         make = load_native().SegmentedCalls
-        self.forward = make(plan.forward, segments)
-        self.backward = make(plan.backward, segments)
+        self.forward = make(plan.forward, segments, joins_losses)
+        self.backward = make(plan.backward, segments, joins_losses)
 
-    def restart(self) -> None:
-        """Expect the first operators again."""
+    def attempt(
+        self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
+    ) -> PassAttempt:
+        """Return a pass, in which the first operators are expected again."""
         self.forward.restart()
         self.backward.restart()
+        return PassAttempt(
+            step, buffers, group, self.forward, self.backward, joins_losses=self.joins_losses
+        )
 
     def require_written(self, names: Collection[str]) -> None:
         """Raise CannotJoin if buffers were written that were not when bits were compared."""
         if new := sorted(set(names) - self.written):
             raise CannotJoin(f"forward writes the buffer {new[0]}, and did not in the first step")
+
+    def find_reason(self, error: Exception) -> str:
+        """Return why the pass cannot be computed, which may be a difference before the error.
+
+        Numbers that another operator has drawn are no reason of their own.
+        """
+        name = self.find_difference()
+        return CHANGED.format(name) if name else str(error)
+
+    def find_difference(self) -> str:
+        """Return the operator in forward that was not called as planned; "" if there is none."""
+        return "" if self.forward.reads_statistics else self.forward.find_difference()
 
     def require_same(self) -> None:
         """Raise CannotJoin unless the passes have called the operators of the plan."""
@@ -112,6 +131,7 @@ class KnownPasses:
         self._bytes: dict[Any, int] = {}  # that a micro-batch keeps, by its shapes
         self._tried: set[PassKind] = set()
         self._changes = Counter[PassKind]()
+        self._separate_losses: set[PassKind] = set()
         self.note = ""
 
     def find(self, kind: PassKind) -> JoinedPass | None:
@@ -127,12 +147,24 @@ class KnownPasses:
         self._joined[kind] = joined
 
     def forget(self, kind: PassKind) -> None:
-        """Plan a pass of a kind again in the next step, unless it has often changed."""
+        """Plan a pass of a kind again in the next step, unless it has often changed.
+
+        What has changed may be the loss, which is computed for each micro-batch from then on.
+        """
+        joined = self._joined[kind]
+        if joined is not None and joined.joins_losses:
+            self._separate_losses.add(kind)
+            del self._joined[kind]
+            return
         self._changes[kind] += 1
         if self._changes[kind] > MOST_CHANGES:
             self._joined[kind] = None
         else:
             del self._joined[kind]
+
+    def may_join_losses(self, kind: PassKind) -> bool:
+        """Return whether no pass of a kind with all losses has changed."""
+        return kind not in self._separate_losses
 
     def set_bytes(self, shapes: Any, size: int) -> None:
         """Keep the number of bytes that a micro-batch keeps for its backward pass."""
@@ -171,6 +203,7 @@ class Trial:
         step: The context of the step.
         buffers: The buffers of the step.
         group: The micro-batches.
+        joins_losses: Whether the losses may be computed together.
 
     Attributes:
         is_new: Whether the pass has to be planned.
@@ -188,6 +221,8 @@ class Trial:
         step: StepContext,
         buffers: Buffers,
         group: Sequence[Microbatch],
+        *,
+        joins_losses: bool,
     ) -> None:
         self._known = known
         self._kind = kind
@@ -197,6 +232,7 @@ class Trial:
         self._step = step
         self._buffers = buffers
         self._group = group
+        self._joins_losses = joins_losses and known.may_join_losses(kind)
         self.is_new = not known.is_known(kind)
         self.alone: PassAttempt | None = None
         self.last: PassAttempt | None = None
@@ -243,10 +279,15 @@ class Trial:
         before = last or first
         forward: Any = None if before is None else before.forward
         backward: Any = first.backward if first and last else None
-        return self._attempt(
+        joins_losses = self._joins_losses
+        make = partial(make_recorded, restores, joins_losses=joins_losses)
+        return PassAttempt(
+            self._step,
+            self._buffers,
             group,
-            make_recorded(restores, keeps=False, first=forward),
-            make_recorded(restores, keeps=first is None, first=backward),
+            make(keeps=False, first=forward),
+            make(keeps=first is None, first=backward),
+            joins_losses=joins_losses,
         )
 
     def finish(self) -> None:
@@ -261,18 +302,7 @@ class Trial:
         watch.begin()
         joined = None
         try:
-            joined = (yield from self._plan()) if self.is_new else known.find(self._kind)
-            if joined is not None:
-                joined.restart()
-                attempt = self._attempt(self._group, joined.forward, joined.backward)
-                yield attempt
-                results = attempt.take()
-                joined.require_same()
-                if difference := self._find_difference(results):
-                    raise CannotJoin(f"{difference} has other bits for several micro-batches")
-                if changed := watch.list_changes():
-                    raise CannotJoin(f"forward changes {changed[0]}")
-                joined.written |= attempt.list_written()
+            joined = yield from self._find(watch)
         except CannotJoin as reason:
             joined = None
             known.explain(str(reason))
@@ -289,6 +319,54 @@ class Trial:
         if joined is None and not known.fits(self._kind):
             return  # fewer micro-batches are tried in the next step
         known.keep(self._kind, joined)
+
+    def _find(self, watch: StateWatch) -> Generator[PassAttempt, None, JoinedPass | None]:
+        """Compare the known pass, or plan one: with all losses, or else with each on its own."""
+        known = self._known
+        joined = known.find(self._kind)
+        if joined is not None:
+            try:
+                return (yield from self._compare(watch, joined))
+            except Exception:
+                if not joined.find_difference():
+                    raise
+                known.forget(self._kind)
+                if known.is_known(self._kind):
+                    raise
+            self._discard()
+            self.is_new = True
+            self._joins_losses = self._joins_losses and known.may_join_losses(self._kind)
+        if self._joins_losses:
+            try:
+                return (yield from self._compare(watch, (yield from self._plan())))
+            except Exception:  # which may be that of a loss
+                self._discard()
+                self._joins_losses = False
+        return (yield from self._compare(watch, (yield from self._plan())))
+
+    def _compare(
+        self, watch: StateWatch, joined: JoinedPass | None
+    ) -> Generator[PassAttempt, None, JoinedPass | None]:
+        """Return a pass after comparing its bits; None if it would keep too much memory.
+
+        Raises:
+            CannotJoin: They are others.
+        """
+        if joined is None:
+            return None
+        attempt = joined.attempt(self._step, self._buffers, self._group)
+        yield attempt
+        try:
+            results = attempt.take()
+        except CannotJoin as error:
+            raise CannotJoin(joined.find_reason(error)) from error
+        joined.require_same()
+        if difference := self._find_difference(results):
+            raise CannotJoin(f"{difference} has other bits for several micro-batches")
+        if changed := watch.list_changes():
+            raise CannotJoin(f"forward changes {changed[0]}")
+        joined.written |= attempt.list_written()
+        return joined
 
     def _plan(self) -> Generator[PassAttempt, None, JoinedPass | None]:
         """Record the passes over one micro-batch and over all; None if they keep too much."""
@@ -318,11 +396,7 @@ class Trial:
             raise CannotJoin("values of samples are read by numpy() or tolist()")
         rule = load_native().SegmentRule
         plan = plan_passes(one, several, len(group), group[0].size, rule)
-        return JoinedPass(plan, len(group))
-
-    def _attempt(self, group: Sequence[Microbatch], forward: Pass, backward: Pass) -> PassAttempt:
-        """Return a pass over some of the micro-batches."""
-        return PassAttempt(self._step, self._buffers, group, forward, backward)
+        return JoinedPass(plan, len(group), joins_losses=self._joins_losses)
 
     def _discard(self) -> None:
         discard_results(self._parameters, self._buffers)

@@ -37,6 +37,8 @@ __all__ = ["ScriptPass", "ScriptPasses"]
 class ScriptPasses(OnePass):
     """Computes several micro-batches of a script's loop together; as `OnePass`."""
 
+    computes_losses = False
+
     def __init__(
         self,
         parallel: ParallelContext,
@@ -123,7 +125,7 @@ class ScriptPass:
             results.losses.append(mean.detach())
             results.metrics.append({})
         run_from_roots(roots)
-        self._passes.run_backward(attempt, [losses], [cuts])
+        self._passes.run_from_outputs(attempt, [losses], [cuts])
         return results
 
     def end(self, logged: Mapping[str, torch.Tensor]) -> None:

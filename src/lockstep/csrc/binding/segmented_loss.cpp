@@ -1,0 +1,250 @@
+#include "segmented_loss.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Reduction.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/nll_loss_backward.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+
+#include "torch_errors.h"
+
+namespace lockstep {
+namespace loss {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Slices = std::vector<std::pair<size_t, int64_t>>;  // tensors, and the dimension of their rows
+
+// A loss and the operator of its gradient, which gets the gradient of the loss, the arguments of
+// the loss, and what else the loss has returned. Others have none, and `spread` computes it.
+struct Operators {
+  c10::OperatorHandle forward;
+  std::optional<c10::OperatorHandle> backward;
+};
+
+constexpr const char* kLogits = "aten::binary_cross_entropy_with_logits";
+constexpr const char* kSum = "aten::sum";
+
+static const std::vector<Operators>& list_operators() {
+  static const std::vector<Operators> known = [] {
+    constexpr std::array<std::pair<const char*, const char*>, 10> kNames = {{
+        {"aten::nll_loss_forward", "aten::nll_loss_backward"},
+        {"aten::nll_loss2d_forward", "aten::nll_loss2d_backward"},
+        {"aten::mse_loss", "aten::mse_loss_backward"},
+        {"aten::smooth_l1_loss", "aten::smooth_l1_loss_backward"},
+        {"aten::huber_loss", "aten::huber_loss_backward"},
+        {"aten::soft_margin_loss", "aten::soft_margin_loss_backward"},
+        {"aten::binary_cross_entropy", "aten::binary_cross_entropy_backward"},
+        {kLogits, ""},
+        {"aten::mean", ""},
+        {kSum, ""},
+    }};
+    std::vector<Operators> found;
+    const auto find = [](const char* name) {
+      return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+    };
+    for (const auto& [forward, backward] : kNames)
+      found.push_back({find(forward), *backward ? std::optional(find(backward)) : std::nullopt});
+    return found;
+  }();
+  return known;
+}
+
+static const Operators* find_operators(const c10::OperatorHandle& op) {
+  for (const Operators& one : list_operators())
+    if (one.forward == op) return &one;
+  return nullptr;
+}
+
+// Returns whether a loss is a number, and not one for each sample.
+static bool is_reduced(const c10::OperatorHandle& op, const c10::IValue* given) {
+  const auto reduction = op.schema().argumentIndexWithName("reduction");
+  return !reduction || given[*reduction].toInt() != at::Reduction::None;
+}
+
+// Calls an operator for each micro-batch; returns the tensors that it returns for each.
+static std::vector<std::vector<at::Tensor>> call_each(const c10::OperatorHandle& op,
+                                                      const Stack& given, int64_t segments,
+                                                      const Slices& slices) {
+  std::vector<std::vector<at::Tensor>> results(op.schema().returns().size());
+  for (int64_t segment = 0; segment < segments; ++segment) {
+    Stack part = given;
+    if (segments > 1)
+      change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
+        for (const auto& [sliced, dimension] : slices)
+          if (sliced == position) return take_rows(tensor, dimension, segment, segments);
+        return tensor;
+      });
+    op.callBoxed(&part);
+    for (size_t i = 0; i < results.size(); ++i) results[i].push_back(part[i].toTensor());
+  }
+  return results;
+}
+
+// The gradient of samples, given that of the mean or the sum of each micro-batch, which a pass does
+// not see. For logits this is torch's formula without weights.
+static at::Tensor spread(const c10::OperatorHandle& op, const at::Tensor& gradient,
+                         const variable_list& saved, const c10::IValue* values) {
+  const c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  CHECK_ARGUMENT(!at::GradMode::is_enabled(), "a second derivative of a mean has no rows");
+  const at::Tensor& samples = saved[0];
+  const int64_t segments = gradient.numel(), each = samples.numel() / segments;
+  const bool is_logits = op.schema().name() == kLogits;
+  const bool is_mean =
+      is_logits ? values[4].toInt() == at::Reduction::Mean : op.schema().name() != kSum;
+  at::Tensor rows = gradient.to(samples.scalar_type());
+  if (is_mean && !is_logits) rows = rows / each;
+  rows = rows.unsqueeze(1).expand({segments, each}).reshape(samples.sizes());
+  if (is_logits) rows = (samples.sigmoid() - saved[1]).mul_(rows);
+  if (is_logits && is_mean) rows.div_(each);
+  return rows;
+}
+
+class SegmentedLoss : public torch::autograd::Function<SegmentedLoss> {
+ public:
+  // `given`: the arguments of the loss, the first of which is `samples`.
+  static variable_list forward(AutogradContext* context, const at::Tensor& samples,
+                               const Operators& operators, const Stack& given, int64_t segments,
+                               const Slices& slices) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    variable_list results;
+    for (std::vector<at::Tensor>& each : call_each(operators.forward, given, segments, slices)) {
+      for (at::Tensor& one : each) one = one.reshape({1});
+      results.push_back(at::cat(each));
+    }
+    // An undefined tensor is one of the other values.
+    variable_list saved;
+    std::vector<c10::IValue> values;
+    for (const c10::IValue& value : given) {
+      saved.push_back(value.isTensor() ? value.toTensor() : at::Tensor());
+      values.push_back(value.isTensor() ? c10::IValue() : value);
+    }
+    if (results.size() > 1) {  // the weight of all samples, by which the mean is divided
+      saved.push_back(results.back());
+      context->mark_non_differentiable({results.back()});
+    }
+    context->save_for_backward(saved);
+    context->saved_data["values"] = c10::ivalue::Tuple::create(std::move(values));
+    context->saved_data["operators"] = static_cast<int64_t>(&operators - list_operators().data());
+    context->set_materialize_grads(false);
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    variable_list results(5);  // one for each argument of `forward`
+    if (!gradients[0].defined()) return results;
+    const auto number = static_cast<size_t>(context->saved_data["operators"].toInt());
+    const auto& values = context->saved_data["values"].toTupleRef().elements();
+    const variable_list saved = context->get_saved_variables();
+    const Operators& operators = list_operators()[number];
+    if (!operators.backward) {
+      results[0] = spread(operators.forward, gradients[0], saved, values.begin());
+      return results;
+    }
+    Stack stack = {gradients[0]};
+    for (size_t i = 0; i < saved.size(); ++i)
+      stack.push_back(saved[i].defined() ? c10::IValue(saved[i]) : values[i]);
+    operators.backward->callBoxed(&stack);  // which a pass sees
+    results[0] = stack.back().toTensor();
+    return results;
+  }
+};
+
+// The tensors that grow with the number of micro-batches.
+static Slices find_slices(const c10::OperatorHandle& op, const Stack& stack,
+                          const std::vector<std::vector<int64_t>>& alone) {
+  Slices slices;
+  const std::vector<at::Tensor> tensors = list_tensors(stack, op.schema().arguments().size());
+  for (size_t i = 0; i < tensors.size(); ++i)
+    if (tensors[i].defined() && tensors[i].sizes() != at::IntArrayRef(alone[i]))
+      if (const auto grown = find_grown(alone[i], tensors[i].sizes()))
+        slices.emplace_back(i, *grown);
+  return slices;
+}
+
+// Returns whether an operator computes the gradient of a mean over samples or of their sum.
+static bool is_gradient(const c10::OperatorHandle& op, const Stack& stack) {
+  const auto& known = list_operators();
+  const bool is_backward = std::any_of(known.begin(), known.end(),
+                                       [&](const Operators& one) { return one.backward == op; });
+  return is_backward &&
+         is_reduced(op, stack.data() + stack.size() - op.schema().arguments().size());
+}
+
+// Calls the operator of a gradient for the rows of each micro-batch.
+static void call_gradient(const c10::OperatorHandle& op, Stack* stack, int64_t segments,
+                          const Slices& slices) {
+  const Stack given(stack->end() - std::ssize(op.schema().arguments()), stack->end());
+  torch::jit::drop(*stack, given.size());
+  int64_t dimension = 0;
+  for (const auto& [position, of_rows] : slices)
+    if (position == 1) dimension = of_rows;  // of the samples, as in their gradient
+  stack->emplace_back(at::cat(call_each(op, given, segments, slices).front(), dimension));
+}
+
+}  // namespace loss
+
+bool is_loss(const c10::OperatorHandle& op, const Stack& stack) {
+  if (!at::GradMode::is_enabled() || !loss::find_operators(op)) return false;
+  const size_t count = op.schema().arguments().size();
+  const c10::IValue* const given = stack.data() + stack.size() - count;
+  if (!loss::is_reduced(op, given) || given[0].toTensor().dim() == 0) return false;
+  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
+  // Sigmoids of other types depend on the position of an element.
+  const bool is_logits = op.schema().name() == loss::kLogits;
+  if (is_logits && (tensors.size() > 2 || tensors[0].scalar_type() != at::kFloat)) return false;
+  return std::none_of(tensors.begin() + 1, tensors.end(), [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad();
+  });
+}
+
+void call_loss(const c10::OperatorHandle& op, Stack* stack, int64_t segments,
+               const std::vector<std::pair<size_t, int64_t>>& slices) {
+  const Stack given(stack->end() - std::ssize(op.schema().arguments()), stack->end());
+  torch::jit::drop(*stack, given.size());
+  for (const at::Tensor& result : loss::SegmentedLoss::apply(
+           given[0].toTensor(), *loss::find_operators(op), given, segments, slices))
+    stack->emplace_back(result);
+}
+
+bool try_loss(const c10::OperatorHandle& op, Stack* stack,
+              const std::vector<std::vector<int64_t>>* alone) {
+  const bool is_forward = is_loss(op, *stack);
+  if (!is_forward && !(alone && loss::is_gradient(op, *stack))) return false;
+  loss::Slices slices;
+  if (alone) slices = loss::find_slices(op, *stack, *alone);
+  int64_t segments = 1;
+  if (!slices.empty()) {
+    const auto [position, dimension] = slices.front();
+    const at::Tensor rows = list_tensors(*stack, op.schema().arguments().size())[position];
+    segments = rows.size(dimension) / (*alone)[position][static_cast<size_t>(dimension)];
+  }
+  if (is_forward)
+    call_loss(op, stack, segments, slices);
+  else
+    loss::call_gradient(op, stack, segments, slices);
+  return true;
+}
+
+std::vector<at::Tensor> try_nll_gradient(const c10::IValue* arguments, int64_t segments) {
+  const at::Tensor& samples = arguments[1].toTensor();
+  const at::Tensor& weight = arguments[6].toTensor();  // of all samples of each micro-batch
+  at::Tensor gradient = arguments[0].toTensor();
+  const int64_t reduction = arguments[4].toInt();
+  if (samples.dim() != 2 || gradient.size(0) != segments || weight.size(0) != segments) return {};
+  if (reduction == at::Reduction::Mean) gradient = gradient / weight;
+  const int64_t each = samples.size(0) / segments;
+  gradient = gradient.unsqueeze(1).expand({segments, each}).reshape(-1);
+  const at::Tensor of_classes = arguments[3].isTensor() ? arguments[3].toTensor() : at::Tensor();
+  return {at::nll_loss_backward(gradient, samples, arguments[2].toTensor(), of_classes,
+                                at::Reduction::None, arguments[5].toInt(), weight[0])};
+}
+
+}  // namespace lockstep
