@@ -6,6 +6,7 @@ import random
 import tempfile
 import uuid
 import warnings
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -187,6 +188,9 @@ def scale():
 
 
 JOINED = {
+    "a power of a weight": lambda: on_features(
+        lambda model, x: x + model.layer.weight.square().mean()
+    ),
     "linear layers": lambda: on_features(lambda model, x: x),
     "GELU": lambda: on_features(lambda model, x: F.gelu(x)),
     "functions of few elements": lambda: on_features(
@@ -649,10 +653,6 @@ SEPARATE = {
         lambda: on_features(lambda model, x: x * numpy.random.rand()),
         "random numbers that are not drawn by torch's operators",
     ),
-    "a power of a weight": (
-        lambda: on_features(lambda model, x: x + model.layer.weight.square().mean()),
-        "aten::pow changes the gradient of a parameter",
-    ),
     "short vectors": (
         lambda: on_features(
             lambda model, x: F.pad(model.part(x).log1p(), (0, 61)), part=nn.Linear(64, 3)
@@ -686,7 +686,10 @@ def data(samples=SAMPLES):
     return inputs, torch.randint(CLASSES, (samples,), generator=generator)
 
 
-def train(model, batches, *, is_joined, loss=None, **options):
+OF_CLASSES = nn.CrossEntropyLoss()
+
+
+def train(model, batches, *, is_joined, loss=OF_CLASSES, **options):
     """Return the digests, the number of micro-batches in joint passes, and the note."""
     joined = []
 
@@ -699,7 +702,7 @@ def train(model, batches, *, is_joined, loss=None, **options):
     with mock.patch.object(OnePass, "compute", compute):
         trainer = ls.Trainer(
             model,
-            copy.deepcopy(loss) or nn.CrossEntropyLoss(),
+            copy.deepcopy(loss),
             lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
             microbatches=8,
             loggers=[],
@@ -1150,6 +1153,26 @@ class Growing:
             yield data()
 
 
+class WithLoss(nn.Module):
+    """A model that returns its loss, to which its weights belong."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.body = JOINED["linear layers"]()
+        self.scale = nn.Parameter(torch.ones(CLASSES))
+        self._reduce = reduce
+
+    def forward(self, x, targets):
+        outputs = self.body(x) * self.scale
+        losses = F.cross_entropy(outputs, targets, reduction="none")
+        loss = self._reduce(losses) + 0.01 * self.scale.square().sum()
+        return {"loss": loss, "logits": outputs}
+
+
+def count_right(outputs, batch):
+    return (outputs["logits"].argmax(1) == batch[1]).float().mean()
+
+
 def difference(reduce):
     return lambda outputs, targets: reduce((outputs - targets).square())
 
@@ -1209,6 +1232,11 @@ def losses():
             }
             for name, loss in SEPARATE_LOSSES.items():
                 found[name] = compare_loss(loss, [rates()] * STEPS)
+            for name, reduce in {"returned": torch.mean, "refused": lambda x: x.max()}.items():
+                make = partial(WithLoss, reduce)
+                kinds.clear()
+                result = compare(make, loss=None, metrics={"right": count_right})
+                found[name] = result, {*kinds}
             for first in (4, 5):
                 growing = Growing(first)
                 found[first] = compare_loss(growing, growing)
@@ -1225,6 +1253,11 @@ def test_the_losses_of_all_micro_batches_are_computed_together(name, losses):
 @pytest.mark.parametrize("name", SEPARATE_LOSSES)
 def test_a_loss_that_depends_on_the_number_of_samples_is_computed_for_each(name, losses):
     assert losses[name] == ((True, 8 * (STEPS - 3), ""), {False})
+
+
+def test_a_model_may_return_its_loss(losses):
+    assert losses["returned"] == ((True, 8 * (STEPS - 3), ""), {True})
+    assert losses["refused"] == ((True, 0, "aten::max combines samples"), set())
 
 
 def test_a_loss_that_changes_is_computed_for_each_from_then_on(losses):

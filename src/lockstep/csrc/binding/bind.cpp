@@ -258,6 +258,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("end", &RecordedCalls::end)
       .def("seed", &RecordedCalls::seed, py::arg("prefixes"), py::arg("scope"), py::arg("call"))
       .def("finish", &RecordedCalls::finish, py::arg("parameters"))
+      .def("note_samples", &RecordedCalls::note_samples, py::arg("tensors"))
       .def_readonly("calls", &RecordedCalls::calls);
   py::class_<SegmentRule>(module, "SegmentRule")
       .def(py::init([](std::vector<std::pair<size_t, int64_t>> slices, std::vector<int64_t> results,
@@ -278,6 +279,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("restart", &SegmentedCalls::restart)
       .def("seed", &SegmentedCalls::seed, py::arg("prefixes"), py::arg("scope"), py::arg("call"))
       .def("finish", &SegmentedCalls::finish, py::arg("parameters"))
+      .def("note_samples", &SegmentedCalls::note_samples, py::arg("tensors"))
       .def("find_statistics", &SegmentedCalls::find_statistics, py::arg("running"))
       .def_property_readonly("statistics", &SegmentedCalls::count_statistics)
       .def_property_readonly("reads_statistics", &SegmentedCalls::reads_statistics)

@@ -111,11 +111,13 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   Stack given;
   if (alone) given.assign(stack->end() - std::ssize(op.schema().arguments()), stack->end());
   DefaultGenerator generator;
-  const bool is_divided = (alone && try_batch_norm(op, stack, alone->sizes, statistics_)) ||
-                          (joins_losses() && try_loss(op, stack, alone ? &alone->sizes : nullptr));
+  const bool is_of_samples = gets_samples(*stack, op.schema().arguments().size());
+  const bool is_divided =
+      (alone && try_batch_norm(op, stack, alone->sizes, statistics_)) ||
+      (joins_losses() && try_loss(op, stack, alone ? &alone->sizes : nullptr, is_of_samples));
   if (!is_divided) op.callBoxed(stack);
   if (has_subclass(*stack, op.schema().returns().size())) return note_subclass(op);
-  remember_results(*stack, op.schema().returns().size());
+  remember_results(*stack, op.schema().returns().size(), is_of_samples);
   const bool has_drawn = generator.has_drawn();
   if (has_drawn) {
     repeat_draw(*stack);
@@ -256,10 +258,24 @@ py::list RecordedCalls::find_sources(const Stack& stack, size_t count) {
   return sources;
 }
 
-void RecordedCalls::remember_results(const Stack& stack, size_t count) {
+void RecordedCalls::remember_results(const Stack& stack, size_t count, bool is_of_samples) {
   const auto number = static_cast<int64_t>(py::len(calls));
-  for (const at::Tensor& tensor : list_tensors(stack, count))
-    if (tensor.defined()) returned_.set(tensor, number);
+  for (const at::Tensor& tensor : list_tensors(stack, count)) {
+    if (!tensor.defined()) continue;
+    returned_.set(tensor, number);
+    if (is_of_samples) of_samples_.set(tensor, true);
+  }
+}
+
+void RecordedCalls::note_samples(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) of_samples_.set(tensor, true);
+}
+
+bool RecordedCalls::gets_samples(const Stack& stack, size_t count) {
+  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
+  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.defined() && of_samples_.find(tensor);
+  });
 }
 
 py::list RecordedCalls::compare_arguments(const Stack& stack, size_t count) {

@@ -39,6 +39,8 @@ class RecordedCalls : public PassCalls {
   void call(const c10::OperatorHandle& op, Stack* stack) override;
   void seed(const std::vector<std::string>&, int64_t, int64_t) {}
   void finish(const std::vector<at::Tensor>&) {}
+  // Notes the tensors of the batch. What is computed from them has rows, and may have a loss.
+  void note_samples(const std::vector<at::Tensor>& tensors);
   // (name, overload, arguments, results, whether it has drawn, for each tensor among the arguments
   // the numbers of turns by which its first rows may be those of `first`, the numbers of the calls
   // that have returned the tensors, -1 for others, whether the rows of the results are those of
@@ -50,7 +52,8 @@ class RecordedCalls : public PassCalls {
   const CallArguments* find_alone(const c10::OperatorHandle& op) const;
   pybind11::list compare_arguments(const Stack& stack, size_t count);
   pybind11::list find_sources(const Stack& stack, size_t count);
-  void remember_results(const Stack& stack, size_t count);
+  void remember_results(const Stack& stack, size_t count, bool is_of_samples);
+  bool gets_samples(const Stack& stack, size_t count);
   // Lets the first and the last micro-batch have the numbers that their own passes have drawn.
   void repeat_draw(const Stack& stack);
   bool compare_results(const Stack& stack, size_t count);
@@ -68,6 +71,7 @@ class RecordedCalls : public PassCalls {
   at::Tensor first_state_, last_state_;            // of the generator, around all draws
   bool has_other_draws_ = false;                   // which no operator has made
   TensorMap<int64_t> returned_;                    // by which call
+  TensorMap<bool> of_samples_;                     // the tensors of the batch, and their results
   RunningStatistics statistics_;                   // of a pass over several micro-batches
 };
 

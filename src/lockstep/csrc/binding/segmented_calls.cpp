@@ -210,10 +210,10 @@ void SegmentedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   }
   const Call& call = calls_[next_++];
   const std::optional<SegmentRule>& rule = call.rule;
-  if (joins_losses() && is_loss(op, *stack)) {
-    call_loss(op, stack, rule ? segments_ : 1, rule ? rule->slices : SegmentRule().slices);
-  } else if (!rule) {
+  if (!rule) {
     op.callBoxed(stack);
+  } else if (joins_losses() && is_loss(op, *stack)) {
+    call_loss(op, stack, segments_, rule->slices);
   } else if (call.is_norm) {
     call_batch_norm(stack, segments_, statistics_);
   } else if (rule->slices.empty()) {

@@ -215,8 +215,8 @@ void call_loss(const c10::OperatorHandle& op, Stack* stack, int64_t segments,
 }
 
 bool try_loss(const c10::OperatorHandle& op, Stack* stack,
-              const std::vector<std::vector<int64_t>>* alone) {
-  const bool is_forward = is_loss(op, *stack);
+              const std::vector<std::vector<int64_t>>* alone, bool is_of_samples) {
+  const bool is_forward = is_of_samples && is_loss(op, *stack);
   if (!is_forward && !(alone && loss::is_gradient(op, *stack))) return false;
   loss::Slices slices;
   if (alone) slices = loss::find_slices(op, *stack, *alone);

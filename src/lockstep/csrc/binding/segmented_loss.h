@@ -24,12 +24,13 @@ bool is_loss(const c10::OperatorHandle& op, const Stack& stack);
 void call_loss(const c10::OperatorHandle& op, Stack* stack, int64_t segments,
                const std::vector<std::pair<size_t, int64_t>>& slices);
 
-// If an operator computes a loss, or is the backward operator of one for several micro-batches,
-// calls it for the rows of each, and returns true. Otherwise returns false, and calls nothing.
+// If an operator computes the loss of what is computed from samples, or is the backward operator of
+// one for several micro-batches, calls it for the rows of each, and returns true. Otherwise returns
+// false, and calls nothing.
 //
 // `alone`: the shapes of its tensors for one micro-batch; nullptr if it is called for one.
 bool try_loss(const c10::OperatorHandle& op, Stack* stack,
-              const std::vector<std::vector<int64_t>>* alone);
+              const std::vector<std::vector<int64_t>>* alone, bool is_of_samples);
 
 // Computes the gradients of all micro-batches in one call, given the arguments of
 // nll_loss_backward, whose gradient of a sample is that of its micro-batch by the number of its

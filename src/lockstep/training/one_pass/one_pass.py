@@ -27,7 +27,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lockstep.audit.audit_config import AuditConfig
-from lockstep.data.microbatch import join_samples
+from lockstep.data.microbatch import join_samples, map_tensors
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import RngScopes
@@ -51,6 +51,7 @@ from lockstep.training.one_pass.call_comparison import CannotJoin
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
+    RecordedPass,
     cut_rows,
     describe_shapes,
     join_gradients,
@@ -85,9 +86,6 @@ class OnePass:
         known: What trials have found.
     """
 
-    computes_losses = True
-    """Whether the loss is that of the trainer, which may be computed for all samples."""
-
     def __init__(
         self,
         parallel: ParallelContext,
@@ -107,6 +105,11 @@ class OnePass:
         self._parameters = [*nn.ModuleList(modules.values()).parameters()]
         self._shapes: dict[int, Any] = {}
         self.known = KnownPasses()
+
+    @property
+    def loss_modes(self) -> Sequence[bool]:
+        """Whether the losses may be computed together, in the order in which this is tried."""
+        return [True] if self._parallel.loss is None else [True, False]
 
     # --- which micro-batches ---------------------------------------------------------------------
 
@@ -232,28 +235,33 @@ class OnePass:
                 loss, _ = compute_results(self._parallel.loss, {}, outputs, data, where)
             return outputs
 
+        if attempt.joins_losses:
+            tensors: list[torch.Tensor] = []
+            map_tensors(tensors.append, data)
+            attempt.forward.note_samples(tensors)
         state = self.begin_forward(attempt)
         outputs = attempt.forward.run(call)
         self.end_forward(attempt, state)
         results = PassResults([], [], attempt.buffers_after)
         if attempt.joins_losses:
-            root = self._find_root(step, group, loss)
-            results.losses.extend(root[0].detach().unbind())
+            root = self._find_root(attempt, loss)
+            results.losses.extend(root[0].detach().reshape(-1).unbind())
             self._add_metrics(attempt, results, outputs)
             self._run_backward(attempt, [root])
         else:
             self._run_from_losses(attempt, results, outputs)
         return results
 
-    def _find_root(
-        self, step: StepContext, group: Sequence[Microbatch], losses: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _find_root(self, attempt: PassAttempt, losses: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of micro-batches, and their gradient, which are their shares."""
-        is_usual = isinstance(losses, torch.Tensor) and losses.shape == (len(group),)
-        if not is_usual or not losses.requires_grad or not losses.is_floating_point():
+        if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
+            raise CannotJoin("the loss has no gradient")
+        # That of all samples is recorded, too, to find the operator that combines them.
+        is_recorded = isinstance(attempt.forward, RecordedPass) and losses.dim() == 0
+        if not losses.requires_grad or not (is_recorded or losses.shape == (len(attempt.group),)):
             raise CannotJoin("the loss is not computed for each micro-batch")
-        shares = [step.shares[part.index] for part in group]
-        return losses, losses.new_tensor(shares)
+        shares = losses.new_tensor([attempt.step.shares[part.index] for part in attempt.group])
+        return losses, shares.sum() if is_recorded else shares
 
     def _cut_outputs(self, outputs: Any, segments: int) -> tuple[list[Any], list[Any], list[Any]]:
         """Return the leaves of outputs, the parts of each, and the outputs of each micro-batch."""
@@ -263,9 +271,9 @@ class OnePass:
         return leaves, cuts, own
 
     def _add_metrics(self, attempt: PassAttempt, results: PassResults, outputs: Any) -> None:
-        """Compute the metrics of each micro-batch from its outputs."""
+        """Compute the metrics of each micro-batch from its outputs, unless these do not count."""
         group = attempt.group
-        if not self._metrics:
+        if not self._metrics or isinstance(attempt.forward, RecordedPass):
             results.metrics.extend({} for _ in group)
             return
         _, _, parts = self._cut_outputs(outputs, len(group))
@@ -395,7 +403,7 @@ class OnePass:
             step=step,
             buffers=buffers,
             group=group,
-            joins_losses=self.computes_losses,
+            loss_modes=self.loss_modes,
         )
 
 

@@ -56,6 +56,9 @@ class Pass(Protocol):
     def finish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Complete the gradients of parameters after the backward pass."""
 
+    def note_samples(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note the tensors of the batch, what is computed from which may have a loss."""
+
     @property
     def statistics(self) -> int:
         """The number of running means and variances that are those of micro-batches."""
@@ -103,6 +106,10 @@ class RecordedPass:
 
     def finish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Leave the gradients of parameters, which are not used."""
+
+    def note_samples(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note the tensors of the batch."""
+        self.recorded.note_samples(tensors)
 
     def find_statistics(self, running: torch.Tensor) -> None:
         """Return None for every tensor."""

@@ -178,18 +178,20 @@ def _keep_parts(
         if not any(map(has_tensors, calls[number].results)):
             raise CannotJoin(f"{calls[number].name} reads the gradient of a parameter")
     kept: set[int] = set()
+    completed = [*rules]
     for number, rule in enumerate(rules):
-        if rule is CHANGES:
-            if number not in derived:
-                raise CannotJoin(f"{calls[number].name} changes the gradient of a parameter")
+        if rule is CHANGES and number in derived:
             kept.add(number)
+        elif rule is CHANGES:  # the same for all micro-batches, such as the square of a weight
+            completed[number] = None
+            if _writes(calls[number]):
+                raise CannotJoin(f"{calls[number].name} changes the gradient of a parameter")
     count = -1
     while count != len(kept):  # until both what they come from and what comes from them is kept
         count = len(kept)
         for number in [*kept]:
             kept |= sources[number] & derived
         kept |= {number for number in derived if sources[number] & kept and not has_rows[number]}
-    completed = [*rules]
     size = 0
     for number, rule in enumerate(rules):
         if number not in kept:
@@ -200,6 +202,12 @@ def _keep_parts(
     if size * segments > MOST_PARTS:
         raise CannotJoin("the gradients of parameters that are used twice take too much memory")
     return completed
+
+
+def _writes(call: NotedCall) -> bool:
+    """Return whether an operator writes one of its arguments."""
+    arguments = torch._C._get_schema(call.name, call.overload).arguments
+    return any(one.alias_info is not None and one.alias_info.is_write for one in arguments)
 
 
 def count_bytes(calls: Sequence[NotedCall]) -> int:

@@ -149,10 +149,11 @@ class KnownPasses:
     def forget(self, kind: PassKind) -> None:
         """Plan a pass of a kind again in the next step, unless it has often changed.
 
-        What has changed may be the loss, which is computed for each micro-batch from then on.
+        What has changed may be the loss, so the next pass is planned without it.
         """
         joined = self._joined[kind]
-        if joined is not None and joined.joins_losses:
+        may_be_loss = joined is not None and joined.joins_losses
+        if may_be_loss and kind not in self._separate_losses:
             self._separate_losses.add(kind)
             del self._joined[kind]
             return
@@ -203,7 +204,8 @@ class Trial:
         step: The context of the step.
         buffers: The buffers of the step.
         group: The micro-batches.
-        joins_losses: Whether the losses may be computed together.
+        loss_modes: Whether the losses may be computed together, in the order in which this is
+            tried.
 
     Attributes:
         is_new: Whether the pass has to be planned.
@@ -222,7 +224,7 @@ class Trial:
         buffers: Buffers,
         group: Sequence[Microbatch],
         *,
-        joins_losses: bool,
+        loss_modes: Sequence[bool],
     ) -> None:
         self._known = known
         self._kind = kind
@@ -232,7 +234,8 @@ class Trial:
         self._step = step
         self._buffers = buffers
         self._group = group
-        self._joins_losses = joins_losses and known.may_join_losses(kind)
+        self._loss_modes = loss_modes
+        self._joins_losses = False
         self.is_new = not known.is_known(kind)
         self.alone: PassAttempt | None = None
         self.last: PassAttempt | None = None
@@ -335,13 +338,15 @@ class Trial:
                     raise
             self._discard()
             self.is_new = True
-            self._joins_losses = self._joins_losses and known.may_join_losses(self._kind)
-        if self._joins_losses:
+        modes = self._loss_modes
+        if not known.may_join_losses(self._kind):
+            modes = modes[-1:]
+        for self._joins_losses in modes[:-1]:
             try:
                 return (yield from self._compare(watch, (yield from self._plan())))
             except Exception:  # which may be that of a loss
                 self._discard()
-                self._joins_losses = False
+        self._joins_losses = modes[-1]
         return (yield from self._compare(watch, (yield from self._plan())))
 
     def _compare(

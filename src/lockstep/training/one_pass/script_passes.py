@@ -37,8 +37,6 @@ __all__ = ["ScriptPass", "ScriptPasses"]
 class ScriptPasses(OnePass):
     """Computes several micro-batches of a script's loop together; as `OnePass`."""
 
-    computes_losses = False
-
     def __init__(
         self,
         parallel: ParallelContext,
@@ -49,6 +47,11 @@ class ScriptPasses(OnePass):
     ) -> None:
         super().__init__(parallel, called, modules, {}, scopes, roots)
         self._opened: dict[PassKind, int] = {}  # the steps with a kind of micro-batches
+
+    @property
+    def loss_modes(self) -> Sequence[bool]:
+        """Only that the losses are computed by the script."""
+        return [False]
 
     def _is_compared(self, step: StepContext, group: Sequence[Microbatch]) -> bool:
         """Return whether a pass that is known is compared with separate ones again.
