@@ -409,6 +409,11 @@ def skip_gradient(model, x):
     return x
 
 
+def mix_gradients(model, x):
+    x.register_hook(lambda gradient: gradient + 0 * gradient.flip(0))
+    return x
+
+
 def route(model, x):
     positions = (x > 0).long().cumsum(0) * 0
     return x * (positions <= len(x))
@@ -614,6 +619,10 @@ SEPARATE = {
     "a gradient that may be skipped": (
         lambda: on_features(skip_gradient),
         "reads the gradient of a parameter",
+    ),
+    "the order of gradients, without effect": (
+        lambda: on_features(mix_gradients),
+        "aten::flip has other bits for several micro-batches",
     ),
     "short vectors of one column": (
         lambda: on_features(

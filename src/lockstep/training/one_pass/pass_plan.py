@@ -76,7 +76,7 @@ def plan_passes(
         comparisons = [
             CallComparison(*pair, segments) for pair in zip(one, all_of_them, strict=True)
         ]
-        unset = range(len(one)) if is_backward else _list_unset(all_of_them)
+        unset = _list_unset(all_of_them)
         rules = [
             comparison.find_slices(is_backward=bool(is_backward), is_unset=number in unset)
             for number, comparison in enumerate(comparisons)
