@@ -357,6 +357,7 @@ class OnePass:
     def _run_backward(
         self, attempt: PassAttempt, roots: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
+        attempt.before_backward()
         state = self._scopes.read_states()
         attempt.backward.run(lambda: run_from_roots(roots))
         attempt.backward.finish(self._parameters)

@@ -27,8 +27,8 @@ __all__ = [
     "cut_rows",
     "describe_shapes",
     "join_gradients",
+    "list_calls",
     "list_names",
-    "list_reads",
     "make_recorded",
     "run_from_roots",
     "take_calls",
@@ -165,6 +165,7 @@ class PassAttempt:
         joins_losses: Whether the losses are computed together, in the forward pass.
 
     Attributes:
+        before_backward: Called between forward and backward; raises `CannotJoin` to end the pass.
         buffers_after: The buffers after each micro-batch; empty before the end of forward.
         results: The results; None before the end.
         error: Why there are none.
@@ -186,6 +187,7 @@ class PassAttempt:
         self.forward = forward
         self.backward = backward
         self.joins_losses = joins_losses
+        self.before_backward: Callable[[], None] = lambda: None
         self.buffers_after: list[list[torch.Tensor]] = []
         self.results: PassResults | None = None
         self.error: Exception | None = None
@@ -301,14 +303,12 @@ def make_recorded(
 def take_calls(recorded: PassAttempt) -> list[list[NotedCall]]:
     """Return the operators of the forward and the backward pass."""
     recorded.take()
-    passes: list[Any] = [recorded.forward, recorded.backward]
-    return [[NotedCall(*call) for call in one.recorded.calls] for one in passes]
+    return [list_calls(one) for one in (recorded.forward, recorded.backward)]
 
 
-def list_reads(recorded: PassAttempt) -> list[tuple[str, torch.Size]]:
-    """Return what the forward and the backward pass have read without an operator."""
-    passes: list[Any] = [recorded.forward, recorded.backward]
-    return [read for one in passes for read in one.reads]
+def list_calls(recorded: Any) -> list[NotedCall]:
+    """Return the operators of a `RecordedPass`."""
+    return [NotedCall(*call) for call in recorded.recorded.calls]
 
 
 def list_names(passes: Sequence[Sequence[NotedCall]]) -> list[list[tuple[str, str]]]:

@@ -12,7 +12,7 @@ alternate, and which gradients of parameters are kept for each micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,71 +27,59 @@ from lockstep.training.one_pass.call_comparison import (
 )
 from lockstep.training.one_pass.pass_operators import UNSET, VIEWS
 
-__all__ = ["PassPlan", "count_bytes", "plan_passes"]
+__all__ = ["PlannedCalls", "count_bytes", "plan_pass"]
 
 MOST_PARTS = 128 << 20
 """The bytes of gradients that are kept for all micro-batches."""
 
 
-class PassPlan(NamedTuple):
-    """Operators to call for the rows of each micro-batch, as arguments of `SegmentedCalls`.
-
-    Attributes:
-        forward: The operators of the forward pass.
-        backward: Those of the backward pass.
-    """
-
-    forward: list[tuple[str, str, Any, Any]]
-    backward: list[tuple[str, str, Any, Any]]
+PlannedCalls: TypeAlias = list[tuple[str, str, Any, Any]]
+"""Operators to call for the rows of each micro-batch, as arguments of `SegmentedCalls`."""
 
 
-def plan_passes(
-    alone: Sequence[Sequence[NotedCall]],
-    joined: Sequence[Sequence[NotedCall]],
+def plan_pass(
+    alone: Sequence[NotedCall],
+    joined: Sequence[NotedCall],
     segments: int,
     samples: int,
     make_rule: Callable[..., Any],
-) -> PassPlan:
-    """Return what a pass over several micro-batches has to call.
+    *,
+    is_backward: bool,
+) -> PlannedCalls:
+    """Return what a forward or backward pass over several micro-batches has to call.
 
     Args:
-        alone: The forward and the backward pass of one micro-batch.
-        joined: Those of all micro-batches.
+        alone: The pass over one micro-batch.
+        joined: That over all micro-batches.
         segments: The number of micro-batches.
         samples: The number of samples of each of them.
         make_rule: Makes a rule of the native module from `Slices`.
+        is_backward: Whether it is a backward pass.
 
     Raises:
         CannotJoin: An operator couples samples, or its results depend on their position.
     """
-    plans = []
-    for is_backward, (one, all_of_them) in enumerate(zip(alone, joined, strict=True)):
-        for first, second in zip(one, all_of_them, strict=False):
-            if first.values is None or second.values is None:
-                raise CannotJoin(f"{first.name} gets a tensor subclass, as in a compiled function")
-            if first[:2] != second[:2]:
-                raise CannotJoin(f"other operators follow {first.name}")
-        if len(one) != len(all_of_them):
-            raise CannotJoin("other operators are called for several micro-batches")
-        comparisons = [
-            CallComparison(*pair, segments) for pair in zip(one, all_of_them, strict=True)
-        ]
-        unset = _list_unset(all_of_them)
-        rules = [
-            comparison.find_slices(is_backward=bool(is_backward), is_unset=number in unset)
-            for number, comparison in enumerate(comparisons)
-        ]
-        if is_backward:
-            shared = [comparison.list_shared() for comparison in comparisons]
-            rules = _find_turns(all_of_them, rules, segments, samples)
-            rules = _keep_parts(all_of_them, rules, shared, segments)
-        plans.append(
-            [
-                (call.name, call.overload, rule and make_rule(*rule), call.values)
-                for call, rule in zip(all_of_them, rules, strict=True)
-            ]
-        )
-    return PassPlan(*plans)
+    for first, second in zip(alone, joined, strict=False):
+        if first.values is None or second.values is None:
+            raise CannotJoin(f"{first.name} gets a tensor subclass, as in a compiled function")
+        if first[:2] != second[:2]:
+            raise CannotJoin(f"other operators follow {first.name}")
+    if len(alone) != len(joined):
+        raise CannotJoin("other operators are called for several micro-batches")
+    comparisons = [CallComparison(*pair, segments) for pair in zip(alone, joined, strict=True)]
+    unset = _list_unset(joined)
+    rules = [
+        comparison.find_slices(is_backward=is_backward, is_unset=number in unset)
+        for number, comparison in enumerate(comparisons)
+    ]
+    if is_backward:
+        shared = [comparison.list_shared() for comparison in comparisons]
+        rules = _find_turns(joined, rules, segments, samples)
+        rules = _keep_parts(joined, rules, shared, segments)
+    return [
+        (call.name, call.overload, rule and make_rule(*rule), call.values)
+        for call, rule in zip(joined, rules, strict=True)
+    ]
 
 
 def _list_unset(calls: Sequence[NotedCall]) -> set[int]:

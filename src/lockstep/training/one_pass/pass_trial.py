@@ -30,12 +30,12 @@ from lockstep.training.one_pass.call_comparison import CannotJoin
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
+    list_calls,
     list_names,
-    list_reads,
     make_recorded,
     take_calls,
 )
-from lockstep.training.one_pass.pass_plan import PassPlan, count_bytes, plan_passes
+from lockstep.training.one_pass.pass_plan import PlannedCalls, count_bytes, plan_pass
 
 __all__ = ["JoinedPass", "KnownPasses", "PassKind", "Trial", "discard_results"]
 
@@ -68,7 +68,8 @@ class JoinedPass:
     """A pass over micro-batches with the shapes of those for which it was planned.
 
     Args:
-        plan: The operators.
+        forward: The operators of the forward pass.
+        backward: Those of the backward pass.
         segments: The number of micro-batches.
         joins_losses: Whether the losses are computed together, in the forward pass.
 
@@ -76,12 +77,14 @@ class JoinedPass:
         written: The buffers that forward has written with the bits of separate passes.
     """
 
-    def __init__(self, plan: PassPlan, segments: int, *, joins_losses: bool) -> None:
+    def __init__(
+        self, forward: PlannedCalls, backward: PlannedCalls, segments: int, *, joins_losses: bool
+    ) -> None:
         self.joins_losses = joins_losses
         self.written: set[str] = set()
         make = load_native().SegmentedCalls
-        self.forward = make(plan.forward, segments, joins_losses)
-        self.backward = make(plan.backward, segments, joins_losses)
+        self.forward = make(forward, segments, joins_losses)
+        self.backward = make(backward, segments, joins_losses)
 
     def attempt(
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
@@ -394,14 +397,31 @@ class Trial:
             raise CannotJoin("other operators are called for another micro-batch")
         self._discard()
         together = self.record(group, first=alone, last=last)
+        plans: list[PlannedCalls] = []
+        together.before_backward = lambda: plans.append(self._plan_pass(alone, together))
         yield together
-        several = take_calls(together)
+        together.take()
         self._discard()
-        if list_reads(together) != list_reads(alone):
+        plans.append(self._plan_pass(alone, together, is_backward=True))
+        return JoinedPass(*plans, len(group), joins_losses=self._joins_losses)
+
+    def _plan_pass(
+        self, alone: PassAttempt, together: PassAttempt, *, is_backward: bool = False
+    ) -> PlannedCalls:
+        """Return the operators of the forward or of the backward pass."""
+        one: Any = alone.backward if is_backward else alone.forward
+        several: Any = together.backward if is_backward else together.forward
+        if one.reads != several.reads:
             raise CannotJoin("values of samples are read by numpy() or tolist()")
-        rule = load_native().SegmentRule
-        plan = plan_passes(one, several, len(group), group[0].size, rule)
-        return JoinedPass(plan, len(group), joins_losses=self._joins_losses)
+        group = self._group
+        return plan_pass(
+            list_calls(one),
+            list_calls(several),
+            len(group),
+            group[0].size,
+            load_native().SegmentRule,
+            is_backward=is_backward,
+        )
 
     def _discard(self) -> None:
         discard_results(self._parameters, self._buffers)
