@@ -89,6 +89,8 @@ bool has_rows(const at::Tensor& all, const at::Tensor& one, int64_t segment, int
 
 bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const CallArguments& alone) {
   if (op.hasTag(at::Tag::pointwise)) return true;  // most of the memory is theirs
+  // Those of other libraries are refused, and may take no other values.
+  if (!op.schema().name().starts_with("aten::")) return true;
   const std::vector<at::Tensor> tensors = list_tensors(given, given.size());
   // Others, such as sparse ones, are not copied, and an operator may write them.
   const bool are_strided = std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
