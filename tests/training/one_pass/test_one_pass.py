@@ -415,6 +415,11 @@ def mix_gradients(model, x):
     return x
 
 
+def weigh_gradients(model, x):
+    x.register_hook(lambda gradient: gradient * (1 + 0 * torch.arange(len(x)).view(-1, 1)))
+    return x
+
+
 def route(model, x):
     positions = (x > 0).long().cumsum(0) * 0
     return x * (positions <= len(x))
@@ -626,6 +631,18 @@ SEPARATE = {
     "the order of gradients, without effect": (
         lambda: on_features(mix_gradients),
         "aten::flip has other bits for several micro-batches",
+    ),
+    "positions of samples as numbers": (
+        lambda: on_features(lambda model, x: x + 0 * torch.arange(len(x))[:, None]),
+        "aten::mul computes with the positions of all samples",
+    ),
+    "positions of samples in a gradient": (
+        lambda: on_features(weigh_gradients),
+        "aten::mul computes with the positions of all samples",
+    ),
+    "numbers in the order of samples": (
+        lambda: on_features(lambda model, x: x + (0 * torch.linspace(0, 1, len(x)))[:, None]),
+        "aten::linspace gets other numbers for several micro-batches",
     ),
     "the largest of neighbouring samples": (  # its backward pass writes at positions in a plane
         without_effect(lambda x: F.max_pool1d(x.t()[None], 3, 1, 1)[0].t()),

@@ -116,6 +116,12 @@ class NotedCall(NamedTuple):
         """The name without its namespace and the mark of operators that write in place."""
         return self.name.removeprefix("aten::").rstrip("_")
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether this operator of torch computes each element by itself."""
+        operators = getattr(torch.ops.aten, self.name.removeprefix("aten::"))
+        return torch.Tag.pointwise in getattr(operators, self.overload or "default").tags
+
 
 class CallComparison:
     """A call in the pass of one micro-batch, and in that of several.
@@ -124,6 +130,9 @@ class CallComparison:
         one: The former.
         several: The latter.
         segments: The number of micro-batches.
+
+    Attributes:
+        has_rows: Whether an argument or a result has rows, if slices were found.
     """
 
     def __init__(self, one: NotedCall, several: NotedCall, segments: int) -> None:
@@ -133,7 +142,7 @@ class CallComparison:
         self._name = one.name
         self._kind = one.kind
         self._given: list[int | None] = []  # the dimensions of the rows of the arguments
-        self._has_rows = False  # among the arguments or the results
+        self.has_rows = False
         self._sizes: list[tuple[int, Any]] = []  # arguments that grow, with their smaller values
 
     def find_slices(self, *, is_backward: bool, is_unset: bool) -> Slices | None:
@@ -147,7 +156,7 @@ class CallComparison:
         given = self._find_rows("arguments")
         returned = self._find_rows("results")
         self._given = given
-        self._has_rows = any(dimension is not None for dimension in [*given, *returned])
+        self.has_rows = any(dimension is not None for dimension in [*given, *returned])
         self._refuse_kinds(given, is_backward=is_backward)
         if self._one.has_drawn or self._several.has_drawn:
             if is_backward:
@@ -157,7 +166,7 @@ class CallComparison:
         if not is_backward:
             self._refuse_writes(given)
         if not has_rows:
-            if not self._has_rows and not self._several.has_same_rows:
+            if not is_unset and not self._several.has_same_rows:
                 raise CannotJoin(f"{self._name} gets other numbers for several micro-batches")
             if (
                 is_backward
@@ -202,7 +211,7 @@ class CallComparison:
 
     def list_shared(self) -> set[int] | None:
         """Return the calls that have returned the tensors without rows; None: it has no rows."""
-        if not self._has_rows:
+        if not self.has_rows:
             return None
         pairs = zip(self._several.sources, self._given, strict=True)
         return {source for source, dimension in pairs if dimension is None} - {-1}
@@ -236,7 +245,7 @@ class CallComparison:
 
     def _refuse_writes(self, given: Sequence[int | None]) -> None:
         """Raise CannotJoin if samples decide what is written, or which part of a tensor is used."""
-        if self._kind in SELECTIONS and self._has_rows and None in given:
+        if self._kind in SELECTIONS and self.has_rows and None in given:
             raise CannotJoin(f"{self._name} takes as many rows of a tensor as there are samples")
         if all(dimension is None for dimension in given):
             return

@@ -72,6 +72,7 @@ def plan_pass(
         comparison.find_slices(is_backward=is_backward, is_unset=number in unset)
         for number, comparison in enumerate(comparisons)
     ]
+    _refuse_positions(joined, comparisons)
     if is_backward:
         shared = [comparison.list_shared() for comparison in comparisons]
         rules = _find_turns(joined, rules, segments, samples)
@@ -84,13 +85,32 @@ def plan_pass(
 
 def _list_unset(calls: Sequence[NotedCall]) -> set[int]:
     """Return the calls that return memory as it is, or positions, and those that copy these."""
-    unset: set[int] = set()
+    return _with_copies(calls, {n for n, call in enumerate(calls) if call.kind in UNSET})
+
+
+def _with_copies(calls: Sequence[NotedCall], numbers: set[int]) -> set[int]:
+    """Return the numbers of calls, and of those that copy what these return."""
+    found = {*numbers}
     for number, call in enumerate(calls):
         is_copy = call.kind in VIEWS or call.kind in ("to", "_to_copy")
-        is_of_unset = bool(call.sources) and unset.issuperset(call.sources)
-        if call.kind in UNSET or (is_copy and is_of_unset):
-            unset.add(number)
-    return unset
+        if is_copy and call.sources and found.issuperset(call.sources):
+            found.add(number)
+    return found
+
+
+def _refuse_positions(calls: Sequence[NotedCall], comparisons: Sequence[CallComparison]) -> None:
+    """Raise CannotJoin if the positions of samples are used as numbers, maybe without effect yet.
+
+    Those of a micro-batch begin at 0 in a separate pass. An operator that finds rows by them may
+    use them.
+    """
+    pairs = enumerate(zip(calls, comparisons, strict=True))
+    made = {n for n, (call, compared) in pairs if call.kind == "arange" and compared.has_rows}
+    positions = _with_copies(calls, made)
+    for number, call in enumerate(calls):
+        is_used = number not in positions and not positions.isdisjoint(call.sources)
+        if is_used and call.is_pointwise:
+            raise CannotJoin(f"{call.name} computes with the positions of all samples")
 
 
 def _find_turns(
