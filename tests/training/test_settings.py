@@ -324,6 +324,7 @@ CHANGES = [
      r"optimizer\.param_groups\[0\]\.lr is 0\.05.*, on rank 0 it is 0\.5"),
     (betas, ADAM, r"optimizer\.param_groups\[0\]\.betas is \(0\.5, 0\.999\), on rank 0 it is \(0"),
     (mode, ADAM, r"model\.1 \(Dropout\)\.training is False, on rank 0 it is True"),
+    (dropout, ADAM, r"model\.1 \(Dropout\)\.p is 0\.5, on rank 0 it is 0\.2"),
     (freeze, ADAM, r"model\.0\.weight\.requires_grad is False, on rank 0 it is True"),
 ]  # fmt: skip
 
@@ -420,13 +421,25 @@ def test_the_mode_of_an_extra_module_is_compared_and_its_attributes_are_not(rank
         ranks(train, 2)
 
 
+class OwnDropout(nn.Module):
+    """Dropout with a rate in an attribute that no class of torch declares."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = 0.2
+
+    def forward(self, inputs):
+        return nn.functional.dropout(inputs, self.rate, self.training)
+
+
 def test_an_attribute_on_one_rank_is_found_by_the_audit(ranks):
     def train():
         audit = ls.AuditConfig(every_steps=1)
-        trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAM, audit=audit)
+        model = nn.Sequential(nn.Linear(6, 8), OwnDropout(), nn.Linear(8, 4))
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM, audit=audit)
         trainer.step(batch(0))
         if ls.rank() == 1:
-            dropout(trainer)
+            model[1].rate = 0.5
         for step in range(1, 5):
             trainer.step(batch(step))
 

@@ -2,6 +2,7 @@
 
     trainer.optimizer.param_groups[0]["lr"] = 0.01       an option of the optimizer
     model[1].eval()                                      the mode of a module
+    model[2].p = 0.5                                     a plain constant of a module of torch
     model[0].weight.requires_grad_(False)                a frozen parameter
 
 A change on one rank alone would pass unnoticed: all ranks would get the same sums, but not those
@@ -12,8 +13,8 @@ a rank has micro-batches. So where the script computes them, the settings of all
     micro-batch 0           micro-batch 1           micro-batch 2
     backward: noted         backward: the same?     backward: the same?
 
-Other attributes of modules may change while a rank computes its micro-batches; the audit finds
-those that differ between ranks and have an effect.
+Other attributes of modules may change while a rank computes its micro-batches. The audit finds
+those that differ between ranks and have an effect, where a micro-batch can be computed again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from lockstep.model.description import (
     describe_options,
     describe_value,
     find_difference,
+    ignored_attributes,
 )
 
 __all__ = ["HyperparameterCheck"]
@@ -81,12 +83,17 @@ class HyperparameterCheck(StepHook):
         self._noted: list[Any] = []
         self._versions: list[int] = []  # of the optimizer's state
         self._modules: dict[str, nn.Module] = {}
+        self._constants: dict[str, tuple[dict[str, Any], str]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         for root, module in modules.items():
             for path, part in module.named_modules(prefix=root):
-                self._modules[f"{path} ({type(part).__name__}).training"] = part
+                name = f"{path} ({type(part).__name__})"
+                self._modules[f"{name}.training"] = part
+                for constant in _list_constants(part):
+                    self._constants[f"{name}.{constant}"] = (vars(part), constant)
             for path, parameter in module.named_parameters(prefix=root):
                 self._parameters[f"{path}.requires_grad"] = parameter
+        self._names = [*self._modules, *self._constants, *self._parameters]
 
     def begin(self, step: StepContext, batch: Any) -> None:
         """Compare the micro-batches that the script computes."""
@@ -117,7 +124,7 @@ class HyperparameterCheck(StepHook):
             )
         if settings == self._noted or step.refusal:
             return
-        names = [*self._modules, *self._parameters, *describe_options("optimizer", self._optimizer)]
+        names = [*self._names, *describe_options("optimizer", self._optimizer)]
         entries = zip_longest(names, self._noted, settings)
         name, before, after = next(entry for entry in entries if entry[1] != entry[2])
         step.refuse(
@@ -150,7 +157,7 @@ class HyperparameterCheck(StepHook):
         """
         if summary.failure is not None or summary.hooks[self.name] is not None:
             return
-        entries = zip([*self._modules, *self._parameters], self._read(), strict=True)
+        entries = zip(self._names, self._read(), strict=True)
         settings = {entry: str(value) for entry, value in entries}
         settings |= describe_options("optimizer", self._optimizer)
         message = json.dumps(settings).encode()
@@ -181,6 +188,20 @@ class HyperparameterCheck(StepHook):
         ]
 
     def _read(self) -> list[Any]:
-        """Return the modes, and which parameters are trained."""
+        """Return the modes and constants, and which parameters are trained."""
         modes = [module.training for module in self._modules.values()]
-        return modes + [parameter.requires_grad for parameter in self._parameters.values()]
+        constants = [attributes.get(name) for attributes, name in self._constants.values()]
+        return [*modes, *constants, *(one.requires_grad for one in self._parameters.values())]
+
+
+def _list_constants(module: nn.Module) -> list[str]:
+    """Return the plain attributes of a module that classes of torch declare to be constants."""
+    declared = {
+        name
+        for base in type(module).__mro__
+        if base.__module__.startswith("torch.nn.")
+        for name in vars(base).get("__constants__", ())
+    }
+    attributes = vars(module)
+    plain = {name for name in declared if type(attributes.get(name, ...)) in PLAIN}
+    return sorted(plain - ignored_attributes(module))
