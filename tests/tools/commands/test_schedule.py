@@ -60,6 +60,7 @@ def test_kinds_have_colors_on_a_color_terminal():
         (["2f2b"], LayoutError, "unknown schedule '2f2b'; choose from all, gpipe"),
         (["1f1b", "--stages", "0"], LayoutError, "at least one rank and one micro-batch"),
         (["all", "--microbatches", "-1"], LayoutError, "one micro-batch, not 4 and -1"),
+        (["all", "--stages", "99999"], LayoutError, "--stages 99999: at most 128 can be drawn"),
         (["gpipe", "--stages-per-rank", "2"], LayoutError, "only the schedule interleaved"),
         (["interleaved", "--stages-per-rank", "0"], LayoutError, "stages_per_rank=0"),
     ],

@@ -33,6 +33,7 @@ STYLES = {
     "weight": "black on yellow",
 }
 SHORTEST_COLUMNS = 3  # columns of the shortest action, where there is room
+LARGEST = {"--stages": 128, "--microbatches": 4096, "--stages-per-rank": 16}
 DEFAULT_COLUMNS = 160  # width of a drawing that is not written to a terminal
 
 
@@ -66,6 +67,10 @@ def command(
     names = NAMES if name == "all" else (name,)
     if name != "all" and name not in NAMES:
         raise LayoutError(f"unknown schedule {name!r}; choose from all, {', '.join(NAMES)}")
+    given = (stages, microbatches, stages_per_rank or 0)
+    for (option, largest), number in zip(LARGEST.items(), given, strict=True):
+        if number > largest:
+            raise LayoutError(f"{option} {number}: at most {largest:,} can be drawn")
     per_rank = stages_per_rank if "interleaved" in names else 1
     # The schedule itself raises an error for numbers below 1.
     costs = Costs.unit(max(1, stages), max(1, 2 if per_rank is None else per_rank))
