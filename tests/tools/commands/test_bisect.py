@@ -76,8 +76,8 @@ def test_what_cannot_be_replayed_is_found_in_the_records():
 
 def test_mistakes_are_one_sentence(place):
     for words, message in [
-        (["a"], r"bisect compares two runs, and 1 were given: lockstep bisect A B"),
-        (["a", "b", "same"], "and 3 were given"),
+        (["a"], r"bisect compares two runs, and got 1: lockstep bisect A B"),
+        (["a", "b", "same"], "and got 3"),
         (["a", "nowhere"], "there is no run at nowhere"),
     ]:
         with pytest.raises(UsageError, match=message):

@@ -42,7 +42,7 @@ def command(
     places = [resolve_run(run, folder) for run in runs]
     if len(places) != 2:
         raise UsageError(
-            f"bisect compares two runs, and {len(places)} were given: lockstep bisect A B"
+            f"bisect compares two runs, and got {len(places)}: lockstep bisect A B"
         )
     from lockstep.tools.replay.bisection import bisect_runs
     from lockstep.tools.replay.bisection_report import bisection_json
