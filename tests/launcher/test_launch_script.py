@@ -472,6 +472,7 @@ def test_a_syntax_error_is_reported_once_and_nothing_starts(run, source, start):
         ("-n -1", "--nproc-per-node -1"),
         ("-n many", "--nproc-per-node many: expected a number"),
         ("--nnodes 1:4", "--nnodes 1:4: lockstep run starts a fixed number"),
+        ("--nnodes 0", "--nnodes 0: expected the number of hosts, 1 or more"),
         ("--nnodes 2", "--nnodes 2 needs --master-addr"),
         ("--nnodes 2 --master-addr a", "--nnodes 2 needs --node-rank (PET_NODE_RANK) on every"),
         ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a", "--nnodes 2 needs --node-rank"),

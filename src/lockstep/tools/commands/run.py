@@ -420,8 +420,8 @@ def parse_nprocs(text: str, count_gpus: Callable[[], int]) -> int:
 def parse_nnodes(text: str) -> int:
     """Return the number of hosts; torchrun's range MIN:MAX only if both are the same."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
-    if match is None:
-        raise UsageError(f"--nnodes {text}: expected the number of hosts")
+    if match is None or not int(match[1]):
+        raise UsageError(f"--nnodes {text}: expected the number of hosts, 1 or more")
     if match[2] is not None and match[2] != match[1]:
         raise UsageError(
             f"--nnodes {text}: lockstep run starts a fixed number of hosts; give one number, and "
