@@ -215,6 +215,10 @@ class GradientReducer:
         assert self._local is not None
         self._local.accumulate(microbatch)
 
+    def accumulate_node(self, node: Node) -> None:
+        """Move the gradients in `.grad`, which are the sum of several micro-batches, to a node."""
+        self._begun().accumulate_node(node)
+
     def skip(self, microbatch: int) -> None:
         """Leave the leaf of a micro-batch that is not computed empty, without reading `.grad`."""
         assert self._local is not None

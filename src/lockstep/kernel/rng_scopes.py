@@ -245,6 +245,7 @@ class RngScopes:
         step: int,
         microbatches: Sequence[int],
         seed: Callable[[list[bytes], int, int], object],
+        last_call: int = 0,
     ) -> None:
         """Start several micro-batches that are computed together.
 
@@ -255,8 +256,9 @@ class RngScopes:
             microbatches: The numbers of the micro-batches.
             seed: A function that seeds a generator for each of them, with the first parts of their
                 keys, a scope and the number of its call.
+            last_call: The number of the last call of the first scope in earlier stages.
         """
-        self.begin_microbatch(step, microbatches[0])
+        self.begin_microbatch(step, microbatches[0], last_call)
         prefixes = [self._pack_prefix(step, number) for number in microbatches]
         seed(prefixes, BEFORE, 0)
         assert self._now is not None

@@ -52,6 +52,11 @@ class ReceivedTensors:
         """Return the inputs of a micro-batch; its targets belong to the last stage."""
         return cls(inputs, tuple((LOCAL, n) for n in find_overlapping(inputs, targets)))
 
+    @property
+    def has_aliases(self) -> bool:
+        """Whether some of the tensors share memory on the sender."""
+        return bool(self._aliases)
+
     def check(self, where: str) -> None:
         """Check that the stage wrote into no tensor that shares memory on the sender.
 

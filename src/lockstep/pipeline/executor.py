@@ -6,7 +6,7 @@ each step     runs the batch through the stages of this rank, with a ScheduleExe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -28,6 +28,7 @@ from lockstep.model.static_shapes import StaticShapes
 from lockstep.model.watched_calls import WatchedCalls
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.evaluator import PipelineEvaluator
+from lockstep.pipeline.joint_passes import JointPasses
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, StagePlan
 from lockstep.pipeline.pipeline import Pipeline
@@ -49,12 +50,16 @@ class PipelineExecutor:
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
         state_check: The check of what a step may not change, which gets this rank's modules.
+        make_passes: Makes what computes several micro-batches of a stage together, from the stage,
+            its modules, whether it is the last one, and why its micro-batches are computed one by
+            one ("" if they are not); None: nothing does.
 
     Attributes:
         placement: The stages that hold each tensor; None before the model is partitioned.
         parameters: The parameters that this rank holds.
         owned_parameters: The parameters that this rank adds to the gradient norm: a tied
             parameter has one owner, so it counts once.
+        passes: What computes several micro-batches together, by the number of the stage.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class PipelineExecutor:
         metrics: Mapping[str, Metric],
         seed: int,
         state_check: StateMutationCheck,
+        make_passes: Callable[[Stage, Mapping[str, nn.Module], bool, str], JointPasses]
+        | None = None,
     ) -> None:
         self._partitioner = partitioner
         self._module = module
@@ -72,6 +79,8 @@ class PipelineExecutor:
         self._metrics = metrics
         self._seed = seed
         self._state_check = state_check
+        self._make_passes = make_passes
+        self.passes: dict[int, JointPasses] = {}
         self._pipeline: Pipeline | None = None
         self._running: ScheduleExecutor | None = None
         self.placement: Placement | None = None
@@ -110,9 +119,16 @@ class PipelineExecutor:
     @contextmanager
     def open(self, step: StepContext) -> Iterator[ScheduleExecutor]:
         """Return a context in which the body computes a step with the local stages."""
-        self._running = ScheduleExecutor(step, self._linked(), self._metrics, self._composition)
+        self._running = ScheduleExecutor(
+            step, self._linked(), self._metrics, self._composition, self.passes
+        )
         with self._running.activate():
             yield self._running
+
+    def find_note(self) -> str:
+        """Return why micro-batches of a stage here are computed one by one; "" if none are."""
+        notes = {number: passes.note for number, passes in self.passes.items()}
+        return next((f"stage {number}: {note}" for number, note in notes.items() if note), "")
 
     def position(self) -> tuple[int, int] | None:
         """Return the micro-batch and the stage of the current action; None between actions."""
@@ -184,6 +200,12 @@ class PipelineExecutor:
         self.placement = placement
         self._composition = plan.composition
         self._pipeline = pipeline
+        if self._make_passes is not None:
+            for number, stage in pipeline.stages.items():
+                modules = pipeline.add_loss(number, stage.blocks)
+                is_last = number == pipeline.last
+                obstacle = _find_obstacle(pipeline, stage)
+                self.passes[number] = self._make_passes(stage, modules, is_last, obstacle)
         named = list(self._module.named_parameters())
         self.parameters = [tensor for name, tensor in named if placement.is_local(name)]
         self.owned_parameters = [tensor for name, tensor in named if placement.is_owned(name)]
@@ -217,3 +239,13 @@ class PipelineExecutor:
         ]
         ties = find_tied_parameters(parameters, placement.stages_by_name)
         return Pipeline(parallel, stages, plan.schedule, plan.stages_per_rank, ties)
+
+
+def _find_obstacle(pipeline: Pipeline, stage: Stage) -> str:
+    """Return why a stage never computes several micro-batches together; "" if it may."""
+    if pipeline.find_tied_parameters(stage.number):
+        return "it shares weights with other stages"
+    if stage.gradients.has_sparse:
+        return "it has sparse gradients"
+    is_last = stage.number == pipeline.last
+    return "the model returns its loss" if is_last and pipeline.parallel.loss is None else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -55,7 +56,13 @@ class BlockInspector:
         self._buffers_sent: set[int] = set()
         """Positions of outputs that were found to share memory with a buffer."""
 
-    def call_blocks(self, blocks: Sequence[nn.Module], data: Any, where: str) -> Any:
+    def call_blocks(
+        self,
+        blocks: Sequence[nn.Module],
+        data: Any,
+        where: str,
+        run: Callable[[Callable[[], Any]], Any] | None = None,
+    ) -> Any:
         """Call the blocks, one after another.
 
         Args:
@@ -63,19 +70,23 @@ class BlockInspector:
             data: The arguments of the first block: in the first stage as `call_model` accepts them,
                 in later stages one value.
             where: Rank, stage, step and micro-batch, for messages.
+            run: What calls a function that calls the blocks; None: nothing else does.
 
         Returns:
             The output of the last block.
         """
         self._forwards += 1
         self._is_due = _is_inspected(self._forwards)
+        call = partial(self.call_in_turn, blocks, data, where)
+        if run is not None:
+            call = partial(run, call)
         if not self._is_due:
-            value = self.call_in_turn(blocks, data, where)
+            value = call()
             self.state.check(where)
             return value
         contents = self.state.snapshot()
         before = state_of_others()
-        value = self.call_in_turn(blocks, data, where)
+        value = call()
         self.state.record_changes(contents, where)
         if state_of_others() != before:
             raise LayoutError(

@@ -1,7 +1,7 @@
 """Point-to-point transfer of values between neighboring stages, in one direction per link.
 
-    page      | length of metadata | state | micro-batch | attempt | RNG state |
-              | metadata (pickle), if new and if it fits                        |
+    page      | length of metadata | state | micro-batch | attempt | RNG state | group size |
+              | metadata (pickle), if new and if it fits                                     |
     beyond    longer metadata, and each tensor: one message each
 
 The schedule determines the order of the messages, and each page names its micro-batch. The
@@ -20,7 +20,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,10 +38,18 @@ from lockstep.pipeline.boundary import (
     view_received,
 )
 
-__all__ = ["INITIAL_RNG_STATE", "LinkError", "Receiver", "RngState", "Sender"]
+__all__ = [
+    "INITIAL_RNG_STATE",
+    "ONE_BY_ONE",
+    "GroupSize",
+    "LinkError",
+    "Receiver",
+    "RngState",
+    "Sender",
+]
 
 PAGE = 1024
-HEADER = struct.Struct("<IIIQII")
+HEADER = struct.Struct("<IIIQIIHH")
 OK = 0
 FAILED = 1
 
@@ -73,6 +81,22 @@ class RngState:
 INITIAL_RNG_STATE = RngState()
 
 
+class GroupSize(NamedTuple):
+    """How many micro-batches the stages compute between the actions of others.
+
+    Attributes:
+        size: In forward, the number in this step, which the first rank chooses. In backward, the
+            largest number for which this stage and the later ones have memory.
+        joined: In backward, the largest number that one of these stages computes in one pass.
+    """
+
+    size: int = 1
+    joined: int = 1
+
+
+ONE_BY_ONE = GroupSize()
+
+
 Metadata = tuple[Structure, list[TensorMeta]]
 """The structure of the last value and the layouts of its tensors, for pages without metadata."""
 
@@ -95,6 +119,7 @@ class Sender:
         attempt: int,
         index: int,
         rng_state: RngState = INITIAL_RNG_STATE,
+        group: GroupSize = ONE_BY_ONE,
     ) -> None:
         """Start sending a flattened value; its memory is kept until the transfer is complete."""
         self.reap()
@@ -112,7 +137,8 @@ class Sender:
         fits = HEADER.size + len(text) <= PAGE
         page = torch.empty(PAGE, dtype=torch.uint8)
         written = memoryview(page.numpy())  # type: ignore[arg-type]
-        HEADER.pack_into(written, 0, len(text), OK, index, attempt, rng_state.last_call, has_state)
+        call = rng_state.last_call
+        HEADER.pack_into(written, 0, len(text), OK, index, attempt, call, has_state, *group)
         if text and fits:
             written[HEADER.size : HEADER.size + len(text)] = text
         vectors = [view_bytes(*pair) for pair in zip(tensors, metas, strict=True)]
@@ -132,7 +158,7 @@ class Sender:
         """Send the reason why no further values will be sent in this attempt."""
         text = reason.encode()[: PAGE - HEADER.size]
         page = bytearray(PAGE)
-        HEADER.pack_into(page, 0, len(text), FAILED, 0, attempt, 0, 0)
+        HEADER.pack_into(page, 0, len(text), FAILED, 0, attempt, 0, 0, *ONE_BY_ONE)
         page[HEADER.size : HEADER.size + len(text)] = text
         cover = torch.frombuffer(page, dtype=torch.uint8)
         self.waiting.append(([self.group.send([cover], self.peer, self.tag)], [cover]))
@@ -162,6 +188,8 @@ class Receiver:
     known: Metadata | None = None
     rng_state: RngState = INITIAL_RNG_STATE
     """The random state that was received with the last value."""
+    group_size: GroupSize = ONE_BY_ONE
+    """The group size that was received with it."""
     _posted: tuple[Any, torch.Tensor] | None = None
     _index: int = -1
 
@@ -199,7 +227,7 @@ class Receiver:
         self._wait(work)
         self._posted = None
         page = memoryview(cover.numpy())  # type: ignore[arg-type]
-        length, state, index_sent, attempt_sent, call, has_state = HEADER.unpack_from(page)
+        length, state, index_sent, attempt_sent, call, has_state, *group = HEADER.unpack_from(page)
         if state == FAILED:
             raise StoppedError(bytes(page[HEADER.size : HEADER.size + length]).decode())
         if (attempt_sent, index_sent) != (attempt, index):
@@ -217,6 +245,7 @@ class Receiver:
             self.post()
         generators = tensors.pop().cpu().numpy().tobytes() if has_state else None
         self.rng_state = RngState(call, generators)
+        self.group_size = GroupSize(*group)
         return structure, tensors
 
     def _wait(self, work: Any) -> None:

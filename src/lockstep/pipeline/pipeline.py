@@ -25,6 +25,12 @@ from torch import nn
 
 from lockstep.devices import is_accelerator
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.pipeline.grouping import (
+    GroupSizeTuner,
+    count_in_flight,
+    divide_into_groups,
+    find_schedule,
+)
 from lockstep.pipeline.p2p import Receiver, Sender
 from lockstep.pipeline.schedules import Action, build_schedule
 from lockstep.pipeline.stage import Stage
@@ -125,6 +131,7 @@ class Pipeline:
         self._all_ties = list(ties)
         self.failure = ""
         """The reason why no step can be computed; "" if there is none."""
+        self.group_sizes = GroupSizeTuner()
         self._old_links: list[Any] = []
         self.links: dict[int, StageLinks] = {}
         self.connect()
@@ -222,13 +229,17 @@ class Pipeline:
         ties = [tie for tie in self.ties if stage in (tie.later, tie.earlier)]
         return [parameter for tie in ties for parameter in tie.parameters]
 
-    def get_actions(self, microbatches: int) -> Sequence[Action]:
-        """Return the actions of this rank for a number of micro-batches."""
-        if not microbatches:
-            return ()
-        stages_per_rank = self.stages_per_rank if self.name == "interleaved" else None
-        plan = build_cached_schedule(self.name, self.parallel.stages, microbatches, stages_per_rank)
+    def get_actions(self, groups: int, size: int) -> Sequence[Action]:
+        """Return the actions of this rank for a number of groups of micro-batches of a size."""
+        name = find_schedule(self.name, size)
+        stages_per_rank = self.stages_per_rank if name == "interleaved" else None
+        plan = build_cached_schedule(name, self.parallel.stages, groups, stages_per_rank)
         return plan[self.parallel.position]
+
+    def count_in_flight(self, stage: int, indices: Sequence[int], size: int) -> int:
+        """Return how many groups of a size a stage holds at a time, of these micro-batches."""
+        groups = divide_into_groups(indices, size)
+        return count_in_flight(self.get_actions(len(groups), size), stage)
 
     def fail(self, reason: str, attempt: int) -> None:
         """Send the neighbors the reason why this rank sends no further values in this step."""

@@ -255,7 +255,7 @@ class Stage:
             self.scopes.begin_loss()
             before = state_of_torch(self._device)
             value = self.inspector.compute_loss(loss, value, where)
-            rng_state = self._update_rng_state(before, rng_state)
+            rng_state = self.update_rng_state(before, rng_state)
         structure, tensors = self.inspector.flatten_output(value, blocks, given.received, where)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
         held = self._pause()
@@ -379,6 +379,35 @@ class Stage:
             self.buffers.hide()
         self.gradients.accumulate(index)
 
+    # --- several micro-batches together -------------------------------------------------------
+
+    def leave(self) -> PausedBuffers:
+        """Remove and return the buffers of a pass, so that another can start."""
+        return self._pause()[0]
+
+    @contextmanager
+    def return_to(
+        self, buffers: PausedBuffers, assigned: list[Assigned], where: str
+    ) -> Iterator[None]:
+        """Install the buffers of a pass, and what its blocks have assigned, for its backward."""
+        self.buffers.resume(buffers)
+        try:
+            with (
+                self.inspector.check_backward(where),
+                self.inspector.state.restore_assigned(assigned),
+            ):
+                yield
+        finally:
+            self.leave()
+
+    def finish_node(
+        self, indices: Sequence[int], shares: Sequence[float], buffers: Sequence[list[torch.Tensor]]
+    ) -> None:
+        """Add the gradients and buffers of micro-batches that were computed together."""
+        for index, share, own in zip(indices, shares, buffers, strict=True):
+            self.buffers.collect(index, share, own)
+        self.gradients.accumulate_node((indices[0], indices[-1] + 1))
+
     @contextmanager
     def _restore_rng_state(self, in_flight: InFlightMicrobatch, where: str) -> Iterator[None]:
         """Set the generators, for a backward in the body, to the state of a single process."""
@@ -392,9 +421,9 @@ class Stage:
             self.inspector.state.restore_assigned(in_flight.assigned),
         ):
             yield
-        in_flight.rng_state = self._update_rng_state(before, in_flight.rng_state)
+        in_flight.rng_state = self.update_rng_state(before, in_flight.rng_state)
 
-    def _update_rng_state(self, before: bytes, rng_state: RngState) -> RngState:
+    def update_rng_state(self, before: bytes, rng_state: RngState) -> RngState:
         """Return the random state, updated if torch's generators have changed since `before`."""
         state = state_of_torch(self._device)
         return rng_state if state == before else replace(rng_state, torch_state=state)

@@ -41,6 +41,7 @@ from lockstep.model.group_exchange import exchange_statuses
 from lockstep.model.loss_check import LossCheckHook
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.time_first import TimeFirstWarning
+from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import Progress
@@ -262,9 +263,10 @@ class Engine:
         hooks.append(StepUsage())
         if has_portable_bits():
             hooks.append(PortabilityNotes(self.history.write))
-        passes = getattr(setup.executor, "one_pass", None)
-        if isinstance(passes, OnePass):
-            hooks.append(OnePassNotes(passes, self.history.write))
+        if isinstance(executor, PipelineExecutor):
+            hooks.append(OnePassNotes(executor.find_note, self.history.write))
+        elif isinstance(passes := executor.one_pass, OnePass):
+            hooks.append(OnePassNotes(lambda: passes.known.note, self.history.write))
         if is_resumable:
             hooks.append(self.run.safe_points)
         return [*hooks, *self.options.hooks, self.history]

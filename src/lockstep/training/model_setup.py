@@ -59,6 +59,7 @@ from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.one_pass.one_pass import OnePass, can_join
+from lockstep.training.one_pass.stage_passes import StagePasses
 from lockstep.training.optimization import Optimization, copy_on_meta, make_average
 from lockstep.training.optimizer_config import OptimizerConfig
 from lockstep.training.storage.sharded_storage import (
@@ -241,7 +242,10 @@ def _build_executor(
             blocks=partitioner.block_names,
         )
         check = StateMutationCheck({}, held)
-        return PipelineExecutor(partitioner, module, copies, metrics, seed, check), check
+        passes = None
+        if parallel.device.type == "cpu" and can_join(parallel, model, parallel.loss_module()):
+            passes = partial(StagePasses, parallel, metrics)
+        return PipelineExecutor(partitioner, module, copies, metrics, seed, check, passes), check
     named = list(module.named_parameters())
     called = list(parallel.modules_with(model).values())
     gradients: GradientReducer | ShardedGradients

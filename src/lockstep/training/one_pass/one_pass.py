@@ -188,20 +188,26 @@ class OnePass:
 
     def close(self, attempt: PassAttempt) -> PassResults | None:
         """Return the results of a pass; None: its micro-batches are computed one by one."""
-        kind = self._kind(attempt.group)
-        joined = self.known.find(kind)
+        joined = self.known.find(self._kind(attempt.group))
         assert joined is not None
         try:
             results = attempt.take()
             joined.require_same()
             joined.require_written(attempt.list_written())
         except Exception as error:  # one that is not ours is raised again by the separate passes
-            self.known.forget(kind)
-            if isinstance(error, CannotJoin):
-                self.known.explain(joined.find_reason(error))
-            discard_results(self._parameters, attempt.buffers)
+            self.forget(attempt, error)
             return None
         return results
+
+    def forget(self, attempt: PassAttempt, error: Exception) -> None:
+        """Discard the results of a pass that has failed, and plan it again in the next step."""
+        kind = self._kind(attempt.group)
+        joined = self.known.find(kind)
+        assert joined is not None
+        self.known.forget(kind)
+        if isinstance(error, CannotJoin):
+            self.known.explain(joined.find_reason(error))
+        discard_results(self._parameters, attempt.buffers)
 
     def _is_compared(self, step: StepContext, group: Sequence[Microbatch]) -> bool:
         """Return whether a pass that is known is compared with separate ones again."""
@@ -247,7 +253,7 @@ class OnePass:
             root = self._find_root(attempt, loss)
             results.losses.extend(root[0].detach().reshape(-1).unbind())
             self._add_metrics(attempt, results, outputs)
-            self._run_backward(attempt, [root])
+            self.run_from_outputs(attempt, [root])
         else:
             self._run_from_losses(attempt, results, outputs)
         return results
@@ -302,14 +308,20 @@ class OnePass:
         run_from_roots(roots)  # together, since to start the engine takes as long as a loss
         if any(parameter.grad is not None for parameter in self._parameters):
             raise CannotJoin("the loss uses parameters of the model")
-        self.run_from_outputs(attempt, leaves, cuts)
+        self.run_backward(attempt, leaves, cuts)
 
-    def begin_forward(self, attempt: PassAttempt) -> object:
-        """Prepare buffers and generators; return the states of the latter, which do not change."""
+    def begin_forward(self, attempt: PassAttempt, last_call: int = 0) -> object:
+        """Prepare buffers and generators; return the states of the latter, which do not change.
+
+        Args:
+            attempt: The pass.
+            last_call: The number of the last call of the first scope in earlier stages.
+        """
         if attempt.buffers.slots:
             attempt.buffers.install_copies()
         indices = [part.index for part in attempt.group]
-        self._scopes.begin_microbatches(attempt.step.number, indices, attempt.forward.seed)
+        seed = attempt.forward.seed
+        self._scopes.begin_microbatches(attempt.step.number, indices, seed, last_call)
         return self._scopes.read_states()
 
     def end_forward(self, attempt: PassAttempt, state: object) -> None:
@@ -340,7 +352,7 @@ class OnePass:
             raise CannotJoin("batch norm writes running statistics that are no buffers")
         attempt.buffers_after = [[part[number] for part in parts] for number in range(segments)]
 
-    def run_from_outputs(
+    def run_backward(
         self, attempt: PassAttempt, leaves: Sequence[Any], cuts: Sequence[Sequence[Any]]
     ) -> None:
         """Run backward from the outputs, with the gradients of their parts.
@@ -350,16 +362,21 @@ class OnePass:
         """
         roots = [(leaf, join_gradients(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
         used = [(leaf, gradient) for leaf, gradient in roots if gradient is not None]
+        self.run_from_outputs(attempt, used)
+
+    def run_from_outputs(
+        self, attempt: PassAttempt, used: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Run backward from outputs with their gradients.
+
+        Raises:
+            CannotJoin: The micro-batches have to be computed one by one.
+        """
         if not used:
             raise CannotJoin("the loss does not depend on the outputs")
-        self._run_backward(attempt, used)
-
-    def _run_backward(
-        self, attempt: PassAttempt, roots: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
         attempt.before_backward()
         state = self._scopes.read_states()
-        attempt.backward.run(lambda: run_from_roots(roots))
+        attempt.backward.run(lambda: run_from_roots(used))
         attempt.backward.finish(self._parameters)
         if self._scopes.read_states() != state:
             raise CannotJoin("the backward pass draws random numbers")
@@ -426,20 +443,20 @@ class OnePassNotes(StepHook):
     """Records once why micro-batches are computed one by one.
 
     Args:
-        one_pass: What computes several of them together.
+        find_note: A function that returns the reason; "" for none.
         record: A function that records a line of a kind.
     """
 
     name = "one_pass"
 
-    def __init__(self, one_pass: OnePass, record: Callable[..., None]) -> None:
-        self._one_pass = one_pass
+    def __init__(self, find_note: Callable[[], str], record: Callable[..., None]) -> None:
+        self._find_note = find_note
         self._record = record
         self._said = ""
 
     def report(self, committed: CommittedStep) -> None:
         """Record the note if it is new."""
-        note = self._one_pass.known.note
+        note = self._find_note()
         if note != self._said:
             self._said = note
             self._record("one_pass", step=committed.step.number, message=note)

@@ -115,11 +115,20 @@ class JoinedPass:
 
     def require_same(self) -> None:
         """Raise CannotJoin unless the passes have called the operators of the plan."""
+        self.require_same_forward()
+        self.require_same_backward()
+
+    def require_same_forward(self) -> None:
+        """Raise CannotJoin unless the forward pass has called the operators of the plan."""
         if self.forward.reads_statistics:
             raise CannotJoin("forward uses running statistics after batch norm has changed them")
-        for calls in (self.forward, self.backward):
-            if name := calls.find_difference():
-                raise CannotJoin(CHANGED.format(name))
+        if name := self.forward.find_difference():
+            raise CannotJoin(CHANGED.format(name))
+
+    def require_same_backward(self) -> None:
+        """Raise CannotJoin unless the backward pass has called the operators of the plan."""
+        if name := self.backward.find_difference():
+            raise CannotJoin(CHANGED.format(name))
 
 
 class KnownPasses:
@@ -174,6 +183,10 @@ class KnownPasses:
         """Keep the number of bytes that a micro-batch keeps for its backward pass."""
         self._bytes[shapes] = size
 
+    def find_bytes(self, shapes: Any) -> int | None:
+        """Return the number of bytes that a micro-batch keeps; None: it is not known."""
+        return self._bytes.get(shapes)
+
     def fits(self, kind: PassKind) -> bool:
         """Return whether a pass keeps little enough memory, as far as this is known."""
         return self._bytes.get(kind.shapes, 0) * kind.segments <= MOST_BYTES
@@ -212,6 +225,7 @@ class Trial:
 
     Attributes:
         is_new: Whether the pass has to be planned.
+        words: How a difference of something that is noted by name is described.
         alone: The pass over the first micro-batch, if it is recorded already.
         last: The pass over the last one, too.
     """
@@ -239,6 +253,7 @@ class Trial:
         self._group = group
         self._loss_modes = loss_modes
         self._joins_losses = False
+        self.words = "the metric {!r}"
         self.is_new = not known.is_known(kind)
         self.alone: PassAttempt | None = None
         self.last: PassAttempt | None = None
@@ -436,7 +451,7 @@ class Trial:
             for name, value in own.items():
                 is_tensor = isinstance(value, torch.Tensor)
                 if is_tensor and not all(have_same_bits([(value, joined[name])])):
-                    return f"the metric {name!r}"
+                    return self.words.format(name)
         for part, written in zip(self._group, results.buffers, strict=True):
             if name := self._buffers.find_difference(part.index, written):
                 return f"the buffer {name}"

@@ -128,7 +128,7 @@ class ScriptPass:
             results.losses.append(mean.detach())
             results.metrics.append({})
         run_from_roots(roots)
-        self._passes.run_from_outputs(attempt, [losses], [cuts])
+        self._passes.run_backward(attempt, [losses], [cuts])
         return results
 
     def end(self, logged: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,598 @@
+"""Several micro-batches of a pipeline stage in one pass, with the bits of a pass for each.
+
+    single passes    what each gets, returns, and adds to gradients is noted and counts
+    a trial          after the last of them, all from what was noted: forward, backward, compared
+    one pass         forward, whose outputs are cut and sent; backward, when all gradients arrived
+
+A trial needs no other stage, so stages find out separately what they can join. A forward pass is
+compared with its plan before anything is sent. If a backward pass is another one, forward and
+backward are computed one by one, from the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lockstep.data.microbatch import clone_tensors, join_samples
+from lockstep.kernel.batch import Microbatch
+from lockstep.kernel.step_context import ComputedMicrobatch, StepContext
+from lockstep.model.forward import Metric, compute_loss, split_targets
+from lockstep.model.generator_states import state_of_torch
+from lockstep.model.loss_root import LossRoot
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
+from lockstep.pipeline.boundary import TensorMeta, describe_tensor, unflatten
+from lockstep.pipeline.grouping import SIZES, is_node
+from lockstep.pipeline.joint_passes import GivenInput, JointPass, OutputGradients
+from lockstep.pipeline.p2p import GroupSize, RngState
+from lockstep.pipeline.split_backward import GraphInput
+from lockstep.pipeline.stage import Stage, StageOutput
+from lockstep.training.one_pass.call_comparison import CannotJoin, NotedCall
+from lockstep.training.one_pass.grouped_passes import PassResults
+from lockstep.training.one_pass.one_pass import SCHEDULE, OnePass
+from lockstep.training.one_pass.pass_attempt import (
+    PassAttempt,
+    cut_rows,
+    describe_shapes,
+    join_gradients,
+    make_recorded,
+    run_from_roots,
+)
+from lockstep.training.one_pass.pass_plan import count_bytes
+from lockstep.training.one_pass.pass_trial import (
+    MOST_BYTES,
+    JoinedPass,
+    PassKind,
+    Trial,
+    discard_results,
+)
+
+__all__ = ["StagePasses"]
+
+NO_LOSS = torch.empty(0)
+
+
+@dataclass
+class SinglePass:
+    """What is noted of a single pass, in copies.
+
+    Attributes:
+        given: What the stage got.
+        outputs: Its outputs; empty in the last stage.
+        metas: The layouts of the outputs.
+        structure: Their structure, as text.
+        gradients: The gradients of the outputs.
+        made: Those of its inputs.
+        made_metas: The layouts of these; None for one without a gradient.
+    """
+
+    given: GivenInput
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    metas: list[TensorMeta] = field(default_factory=list)
+    structure: str = ""
+    gradients: OutputGradients = field(default_factory=OutputGradients)
+    made: list[torch.Tensor | None] = field(default_factory=list)
+    made_metas: list[TensorMeta | None] = field(default_factory=list)
+
+
+@dataclass
+class StageForward:
+    """The forward of several micro-batches, whose backward is to come.
+
+    Attributes:
+        outputs: The outputs that have gradients.
+        gradients: Those from the losses; None before the last stage.
+        graph_input: The input of the graph; None in the first stage.
+        sent: The outputs, which nobody may write.
+        cut: The outputs of each micro-batch; empty in the last stage.
+        computed: The losses; empty before the last stage.
+        rng_states: The random states after the micro-batches.
+        structure: The structure of the outputs, as text.
+        buffers: The buffers of the pass, once it is paused.
+        assigned: What the blocks have assigned.
+    """
+
+    outputs: list[torch.Tensor]
+    gradients: list[torch.Tensor] | None
+    graph_input: GraphInput | None
+    sent: SentTensors
+    cut: list[StageOutput] = field(default_factory=list)
+    computed: list[ComputedMicrobatch] = field(default_factory=list)
+    rng_states: list[RngState] = field(default_factory=list)
+    structure: str = ""
+    buffers: Any = None
+    assigned: Any = None
+
+
+# It has many attributes: what a stage computes, and what is noted of its single passes.
+class StagePasses(OnePass):
+    """Computes several micro-batches of a stage together; as `JointPasses` describes.
+
+    Args:
+        parallel: The layout and the loss.
+        metrics: Functions of (outputs, targets) by name.
+        stage: The stage.
+        modules: Its blocks, and the loss in the last stage.
+        is_last: Whether it is the last stage.
+        obstacle: Why micro-batches are always computed one by one; "" if they are not.
+
+    Attributes:
+        is_comparing: Whether single passes have been compared with others, or repeated, in this
+            step.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelContext,
+        metrics: Mapping[str, Metric],
+        stage: Stage,
+        modules: Mapping[str, nn.Module],
+        is_last: bool,
+        obstacle: str,
+    ) -> None:
+        called = nn.ModuleList(modules.values())
+        super().__init__(parallel, called, modules, metrics, stage.scopes, LossRoot(None))
+        self._stage = stage
+        self._is_last = is_last
+        self._obstacle = obstacle
+        self._blocks = [*stage.blocks.values()]
+        self._step: Any = None
+        self._microbatches = 0
+        self._may_try = False
+        self.is_comparing = False
+        self._opened: dict[PassKind, int] = {}  # the steps with a kind of micro-batches
+        self._used: set[PassKind] = set()  # in this step
+        self._due: set[PassKind] = set()  # of which every group is compared in this step
+        self._seen: set[Any] = set()  # the shapes of micro-batches in this step
+        self._structures: dict[PassKind, str] = {}  # of the outputs
+        self._noted: dict[int, SinglePass] = {}
+        self._trials: list[tuple[Trial, Sequence[Microbatch]]] = []
+
+    @property
+    def note(self) -> str:
+        """Why micro-batches are computed one by one; "" if they are not."""
+        return self._obstacle or self.known.note
+
+    def begin(self, step: StepContext, microbatches: int) -> None:
+        """Begin a step with a number of micro-batches."""
+        self.end()
+        for kind in self._used:
+            self._opened[kind] = self._opened.get(kind, 0) + 1
+        self._used = set()
+        self._due = set()
+        self._step = step
+        self._microbatches = microbatches
+        self.is_comparing = False
+        # Audits and other observers watch the calls of blocks, which a trial would repeat.
+        self._may_try = not step.observers and not self._has_hooks()
+        if self._may_try:
+            self._seen = set()
+
+    def end(self) -> None:
+        """Forget the micro-batches of a step, also after a failure."""
+        self._step = None
+        self._shapes = {}
+        self._noted = {}
+        self._trials = []
+
+    def _is_compared(self, step: StepContext, group: Sequence[Microbatch]) -> bool:
+        """Return whether a pass that is known is compared with single ones again."""
+        return SCHEDULE.is_audited(self._opened.get(self._kind(group), 0))
+
+    def _describe(self, given: GivenInput) -> Any:
+        """Return what has to be alike in the inputs of a pass, and keep it; None: nothing is."""
+        shapes = None
+        if (message := given.message) is not None:
+            is_plain = message.structure[0] != "&" and not any(
+                meta.offset or meta.conjugated or meta.negated or not meta.shape
+                for meta in message.metas
+            )
+            # As text, in which 0.0 is not -0.0.
+            shapes = (repr(message.structure), tuple(message.metas)) if is_plain else None
+        elif given.first is not None and not given.first.received.has_aliases:
+            shapes = describe_shapes(given.first.data)
+        self._shapes[given.microbatch.index] = shapes
+        if shapes is not None:
+            self._seen.add(shapes)
+        return shapes
+
+    # --- which micro-batches ---------------------------------------------------------------------
+
+    def count(self, given: GivenInput, following: Sequence[Microbatch]) -> int:
+        """Return how many micro-batches are computed together, from the first one's input."""
+        shapes = self._describe(given)
+        index = given.microbatch.index
+        is_noted = any(part.index == index for _, group in self._trials for part in group)
+        if shapes is None or is_noted or self._obstacle or not self._may_try:
+            return 1
+        for group in self._list_nodes(following):
+            kind = PassKind(len(group), shapes)
+            if self.known.find(kind) is None:
+                continue
+            if self._is_compared(self._step, group):
+                self._due.add(kind)
+                return 1
+            return len(group)
+        return 1
+
+    def _list_nodes(self, following: Sequence[Microbatch]) -> list[Sequence[Microbatch]]:
+        """Return the groups that begin with a micro-batch, the largest first."""
+        most = min(len(following), self._microbatches // 2)
+        indices = [part.index for part in following[: SIZES[-1]]]
+        sizes = [size for size in SIZES if size <= most and is_node(indices[:size], size)]
+        return [following[:size] for size in reversed(sizes)]
+
+    def report(self, count_in_flight: Callable[[int], int]) -> GroupSize:
+        """Return the largest group for which the stage has memory, and which it has joined."""
+        sizes = [self.known.find_bytes(shapes) for shapes in self._seen]
+        if not sizes or None in sizes:
+            return GroupSize()
+        largest = max(size for size in sizes if size is not None)
+        single = count_in_flight(1)
+        fitting = 1
+        joined = 1
+        for size in SIZES:
+            more = size * count_in_flight(size) - single
+            if max(more, size) * largest > MOST_BYTES:
+                break
+            fitting = size
+            if any(self.known.find(PassKind(size, shapes)) for shapes in self._seen):
+                joined = size
+        return GroupSize(fitting, joined)
+
+    # --- a joint pass ----------------------------------------------------------------------------
+
+    def forward(self, given: Sequence[GivenInput]) -> JointPass | None:
+        """Compute the outputs of micro-batches together; None: they are computed one by one."""
+        group = [one.microbatch for one in given]
+        shapes = [self._describe(one) for one in given]
+        joined = self.known.find(PassKind(len(group), shapes[0]))
+        if joined is None or shapes.count(shapes[0]) < len(shapes):
+            return None
+        joined.restart()
+        stage = self._stage
+        attempt = PassAttempt(self._step, stage.buffers, group, joined.forward, joined.backward)
+        try:
+            made = self._run_forward(attempt, given, is_trial=False)
+            joined.require_same_forward()
+            joined.require_written(attempt.list_written())
+            if made.structure != self._structures[self._kind(group)]:
+                raise CannotJoin("a block returns another value than in the first step")
+        except Exception as error:
+            self._give_up(attempt, joined, error)
+            return None
+        self._used.add(self._kind(group))
+        made.assigned = stage.inspector.state.get_assigned()
+        made.buffers = stage.leave()
+        return JointPass(
+            given,
+            made.cut,
+            made.computed,
+            made.rng_states,
+            attempt.buffers_after,
+            0 if self._is_last else len(made.outputs),
+            (attempt, joined, made),
+        )
+
+    def backward(
+        self, joint: JointPass, gradients: Sequence[OutputGradients]
+    ) -> list[list[torch.Tensor | None]] | None:
+        """Return the gradients of the inputs of each micro-batch; None: repeat them one by one."""
+        attempt, joined, made = joint.state
+        where = joint.given[0].where
+        made.sent.check(where)
+        try:
+            joined.backward.restart()
+            with self._stage.return_to(made.buffers, made.assigned, where):
+                found = self._run_backward(attempt, made, gradients)
+            joined.require_same_backward()
+        except Exception as error:  # one that is not ours is raised again by single passes
+            self._give_up(attempt, joined, error)
+            return None
+        return found
+
+    def _give_up(self, attempt: PassAttempt, joined: JoinedPass, error: Exception) -> None:
+        """Discard a pass that has failed, and plan it again."""
+        self.is_comparing = True
+        if self.known.find(self._kind(attempt.group)) is joined:
+            self.forget(attempt, error)
+        else:  # another group was the first to fail
+            discard_results(self._parameters, attempt.buffers)
+        self._stage.leave()
+
+    def _run_forward(
+        self, attempt: PassAttempt, given: Sequence[GivenInput], *, is_trial: bool
+    ) -> StageForward:
+        """Compute the outputs of micro-batches together, and in the last stage their losses.
+
+        Raises:
+            CannotJoin: They have to be computed one by one.
+        """
+        inspector = self._stage.inspector
+        where = given[0].where
+        last_call = given[0].rng_state.last_call
+        if any(one.rng_state.last_call != last_call for one in given):
+            raise CannotJoin("earlier stages have called a block differently often")
+        data, graph_input = _join_inputs(given)
+        state = self.begin_forward(attempt, last_call)
+        if is_trial:
+            value = attempt.forward.run(lambda: inspector.call_in_turn(self._blocks, data, where))
+        else:
+            value = inspector.call_blocks(self._blocks, data, where, attempt.forward.run)
+        self.end_forward(attempt, state)
+        last_call = self._scopes.last_call
+        if self._is_last:
+            return self._compute_losses(attempt, given, value, last_call, graph_input)
+        nothing = ReceivedTensors((), ())
+        structure, tensors = inspector.flatten_output(value, self._blocks, nothing, where)
+        if structure[0] == "&":
+            raise CannotJoin("outputs of the stage share memory")
+        cuts = [cut_rows(tensor, len(given)) for tensor in tensors]
+        rng_state = RngState(last_call)
+        return StageForward(
+            [tensor for tensor in tensors if tensor.requires_grad],
+            None,
+            graph_input,
+            SentTensors(tensors),
+            [
+                StageOutput(structure, [cut[number] for cut in cuts], rng_state)
+                for number in range(len(given))
+            ],
+            structure=repr(structure),
+            rng_states=[rng_state] * len(given),
+        )
+
+    def _compute_losses(
+        self,
+        attempt: PassAttempt,
+        given: Sequence[GivenInput],
+        outputs: Any,
+        last_call: int,
+        graph_input: GraphInput | None,
+    ) -> StageForward:
+        """Compute the losses from the outputs of the model, and the gradients of these."""
+        step = attempt.step
+        stage = self._stage
+        leaves, structure = tree_flatten(outputs)
+        cuts = [cut_rows(leaf, len(given)) for leaf in leaves]
+        roots = []
+        computed = []
+        states = []
+        for number, one in enumerate(given):
+            part = one.microbatch
+            own = tree_unflatten([cut[number] for cut in cuts], structure)
+            targets = split_targets(part.data, one.where)[1]
+            with attempt.use_buffers(number):
+                loss, metrics = self._compute_loss(step, part, own, targets, last_call)
+            states.append(stage.update_rng_state(self._state_before_loss, RngState(last_call)))
+            share = step.shares[part.index]
+            roots.append(self._roots.find(loss, share))
+            computed.append(ComputedMicrobatch(part, share, [loss.detach()], metrics))
+        state = self._scopes.read_states()
+        run_from_roots(roots)
+        if self._scopes.read_states() != state:
+            raise CannotJoin("the backward pass draws random numbers")
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise CannotJoin("the loss uses parameters of the model")
+        pairs = [(leaf, join_gradients(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
+        return StageForward(
+            [leaf for leaf, gradient in pairs if gradient is not None],
+            [gradient for _, gradient in pairs if gradient is not None],
+            graph_input,
+            SentTensors(()),
+            computed=computed,
+            rng_states=states,
+        )
+
+    def _run_backward(
+        self, attempt: PassAttempt, made: StageForward, gradients: Sequence[OutputGradients]
+    ) -> list[list[torch.Tensor | None]]:
+        """Return the gradients of the inputs of each micro-batch.
+
+        Raises:
+            CannotJoin: They have to be computed one by one.
+        """
+        segments = len(attempt.group)
+        if made.gradients is not None:
+            used = [*zip(made.outputs, made.gradients, strict=True)]
+        else:
+            columns = zip(*(one.tensors or () for one in gradients), strict=True)
+            pairs = zip(made.outputs, map(_join_given, columns), strict=False)
+            used = [(output, gradient) for output, gradient in pairs if gradient is not None]
+        self.run_from_outputs(attempt, used)
+        found = [] if made.graph_input is None else made.graph_input.gradients
+        cuts = [[None] * segments if one is None else cut_rows(one, segments) for one in found]
+        return [[cut[number] for cut in cuts] for number in range(segments)]
+
+    # --- what is noted of single passes ----------------------------------------------------------
+
+    def note_input(self, given: GivenInput, following: Sequence[Microbatch]) -> None:
+        """Note the input of a single pass; `following` are this micro-batch and those after it."""
+        if not self._may_try:
+            return
+        shapes = self._describe(given)
+        index = given.microbatch.index
+        for trial, group in [*self._trials]:
+            is_member = any(part.index == index for part in group)
+            if is_member and shapes != self._shapes[group[0].index]:
+                self._trials.remove((trial, group))
+                self.known.withdraw_trial(self._kind(group))
+        is_measured = self._obstacle and self.known.find_bytes(shapes) is None
+        if shapes is not None and not self._obstacle:
+            self._open_trials(following)
+        if is_measured or any(part.index == index for _, group in self._trials for part in group):
+            self._noted[index] = SinglePass(_copy_given(given))
+
+    def _open_trials(self, following: Sequence[Microbatch]) -> None:
+        for group in self._list_nodes(following):
+            kind = PassKind(len(group), self._shapes[group[0].index])
+            if kind in self._used and kind not in self._due:
+                continue
+            trial = self.begin_trial(self._step, self._stage.buffers, group)
+            if trial is not None:
+                trial.words = "{}"
+                self._used.add(kind)
+                self._trials.append((trial, group))
+
+    def note_output(self, index: int, made: StageOutput) -> None:
+        """Note the output of a single pass, unless it is a loss."""
+        if (noted := self._noted.get(index)) is None:
+            return
+        noted.structure = repr(made.structure)
+        noted.metas = [describe_tensor(tensor) for tensor in made.tensors]
+        noted.outputs = [tensor.detach().clone() for tensor in made.tensors]
+
+    def note_gradients(self, index: int, gradients: OutputGradients) -> None:
+        """Note the gradients of the output of a single pass."""
+        if (noted := self._noted.get(index)) is not None and gradients.tensors is not None:
+            noted.gradients = replace(gradients, tensors=[*map(_copy, gradients.tensors)])
+
+    def note_input_gradients(self, index: int, made: Sequence[torch.Tensor | None]) -> None:
+        """Note the gradients of the input of a single pass."""
+        if (noted := self._noted.get(index)) is not None:
+            noted.made = [*map(_copy, made)]
+            noted.made_metas = [*map(_describe_gradient, made)]
+
+    def note_parameters(self, index: int, computed: ComputedMicrobatch | None) -> None:
+        """Note the gradients in `.grad` after a single pass, and the loss in the last stage."""
+        for trial, group in self._trials:
+            if any(part.index == index for part in group):
+                noted = self._noted[index]
+                loss = NO_LOSS if computed is None else computed.losses[0]
+                metrics = {} if computed is None else computed.metrics
+                values = _name_values(noted.outputs, noted.made, metrics)
+                trial.note(loss, self._parameters, values)
+
+    def compare(self, index: int) -> None:
+        """Compare single passes with one, after the last of them is complete."""
+        ended = [(trial, group) for trial, group in self._trials if group[-1].index == index]
+        for trial, group in ended:
+            trial.finish()
+            self._trials.remove((trial, group))
+        noted = self._noted.get(index)
+        if self._obstacle and noted is not None:
+            self._measure(noted)
+        if ended or (self._obstacle and noted is not None):
+            self.is_comparing = True
+            self._stage.leave()
+        if not self._trials:
+            self._noted = {}
+
+    def _measure(self, noted: SinglePass) -> None:
+        """Find out how many bytes a micro-batch keeps that is never computed with others."""
+        group = [noted.given.microbatch]
+        passes = [make_recorded(restores=True, keeps=False, first=None) for _ in range(2)]
+        attempt = PassAttempt(self._step, self._stage.buffers, group, *passes)
+        self.perform(attempt)
+        discard_results(self._parameters, attempt.buffers)
+        calls = [NotedCall(*call) for call in passes[0].recorded.calls]
+        self.known.set_bytes(self._shapes[group[0].index], count_bytes(calls))
+
+    def _compute(self, attempt: PassAttempt) -> PassResults:
+        """Compute micro-batches together, from what was noted.
+
+        Raises:
+            CannotJoin: They have to be computed one by one, or a result has another layout.
+        """
+        noted = [self._noted[part.index] for part in attempt.group]
+        made = self._run_forward(attempt, [one.given for one in noted], is_trial=True)
+        for output, one in zip(made.cut, noted, strict=False):
+            metas = [describe_tensor(tensor) for tensor in output.tensors]
+            if metas != one.metas or made.structure != one.structure:
+                raise CannotJoin("an output has another layout for several micro-batches")
+        self._structures[self._kind(attempt.group)] = made.structure
+        sent = [[tensor.detach() for tensor in output.tensors] for output in made.cut]
+        found = self._run_backward(attempt, made, [one.gradients for one in noted])
+        for gradients, one in zip(found, noted, strict=True):
+            if [*map(_describe_gradient, gradients)] != one.made_metas:
+                raise CannotJoin(
+                    "the gradient of an input has another layout for several micro-batches"
+                )
+        outputs = sent or [[] for _ in noted]
+        metrics = [one.metrics for one in made.computed] or [{} for _ in noted]
+        losses = [one.losses[0] for one in made.computed] or [NO_LOSS] * len(noted)
+        values = [*map(_name_values, outputs, found, metrics)]
+        return PassResults(losses, values, attempt.buffers_after)
+
+    def _compute_loss(
+        self, step: StepContext, part: Microbatch, outputs: Any, targets: Any, last_call: int
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        where = step.place(part.index)
+        assert self._parallel.loss is not None
+        self._scopes.begin_microbatch(step.number, part.index, last_call)
+        self._scopes.begin_loss()
+        self._state_before_loss = state_of_torch(self._parallel.device)
+        loss, metrics = compute_loss(self._parallel.loss, self._metrics, outputs, targets, where)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise CannotJoin("the loss has no gradient")
+        return loss, metrics
+
+
+def _join_inputs(given: Sequence[GivenInput]) -> tuple[Any, GraphInput | None]:
+    """Return the inputs of micro-batches as those of one, in new memory, and its graph input."""
+    if given[0].message is None:
+        inputs = [one.first.data for one in given if one.first is not None]
+        if isinstance(inputs[0], list):
+            return [join_samples(*column) for column in zip(*inputs, strict=True)], None
+        return join_samples(*inputs), None
+    messages = [one.message for one in given if one.message is not None]
+    columns = zip(*(message.tensors for message in messages), strict=True)
+    joined = [_join_rows(column) for column in columns]
+    graph_input = GraphInput(joined, [meta.requires_grad for meta in messages[0].metas])
+    return unflatten(messages[0].structure, graph_input.tensors), graph_input
+
+
+def _join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of several tensors as one, in new memory with the same strides."""
+    one = parts[0]
+    joined = torch.cat([*parts])
+    if one.stride()[1:] != joined.stride()[1:] and not one.is_contiguous():
+        raise CannotJoin("a tensor between stages has strides that those of samples lose together")
+    return joined
+
+
+def _join_given(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the gradients of an output of several micro-batches as one; None: there are none."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return None
+    if len(present) < len(gradients) or present[0].dim() == 0:
+        raise CannotJoin("the losses of some micro-batches do not depend on an output")
+    return _join_rows(present)
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a copy with the same strides."""
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _copy_given(given: GivenInput) -> GivenInput:
+    """Return a copy of what a stage got, which blocks may write."""
+    if given.message is not None:
+        tensors = [tensor.clone() for tensor in given.message.tensors]
+        return replace(given, message=replace(given.message, tensors=tensors))
+    assert given.first is not None
+    return replace(given, first=replace(given.first, data=clone_tensors(given.first.data)))
+
+
+def _describe_gradient(gradient: torch.Tensor | None) -> TensorMeta | None:
+    return None if gradient is None else describe_tensor(gradient)
+
+
+def _name_values(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    metrics: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the results of a micro-batch by their names in messages."""
+    return {
+        **{f"output {number} of the stage": one for number, one in enumerate(outputs)},
+        **{f"the gradient of input {number}": one for number, one in enumerate(gradients)},
+        **{f"the metric {name!r}": value for name, value in metrics.items()},
+    }
