@@ -9,7 +9,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep.comm.collectives import is_staged, send_tensors
 from lockstep.pipeline.boundary import flatten
-from lockstep.pipeline.p2p import Receiver, RngState, Sender
+from lockstep.pipeline.p2p import GroupSize, Receiver, RngState, Sender
 from simulated import ranks
 
 SIZES = (3, 5000)  # in the page, and in messages of their own
@@ -28,15 +28,15 @@ def transfer():
             sender = Sender(group, 1, 7, device)
             for index, size in enumerate(SIZES):
                 # The stream of the device runs late: without waiting for it, other bytes are sent.
-                sender.send(
-                    *flatten(torch.arange(size, device=device) * 2.0), 0, index, states[index]
-                )
+                flat = flatten(torch.arange(size, device=device) * 2.0)
+                sender.send(*flat, 0, index, states[index], GroupSize(8, index))
             sender.drain()
         else:
             receiver = Receiver(group, 0, 7, device)
             for index in range(len(SIZES)):
                 _, (tensor,) = receiver.receive(0, index)
-                received.append((tensor.device.type, tensor.cpu(), receiver.rng_state))
+                state = receiver.rng_state
+                received.append((tensor.device.type, tensor.cpu(), state, receiver.group_size))
         moved = torch.full((9,), float(lockstep.rank() + 1), device=device)
         send_tensors([moved], group, 0, [1])
         return received, moved.cpu()
@@ -47,7 +47,9 @@ def transfer():
 def test_tensors_of_an_accelerator_are_staged_for_gloo():
     (_, first), (received, second) = ranks.run(transfer, 2, device="")
     assert torch.equal(first, second)
-    for size, (kind, tensor, state) in zip(SIZES, received, strict=True):
+    for index, (kind, tensor, state, group) in enumerate(received):
+        size = SIZES[index]
+        assert group == (8, index)
         assert kind == "simulated"
         assert torch.equal(tensor, torch.arange(size) * 2.0)
         assert state.torch_state == (b"state" if size == SIZES[1] else None)

@@ -697,6 +697,10 @@ SEPARATE = {
         "aten::add_ gets other numbers for several micro-batches",
     ),
     "an attribute": (lambda: on_features(count), "forward changes"),
+    "inputs that are written, without effect": (
+        lambda: Calls(lambda model, x: model.head(model.layer(x.clamp_(-9, 9)).relu())),
+        "the inputs of the batch are written",
+    ),
     "a softmax over halves": (
         lambda: on_features(lambda model, x: x.view(2, -1, 64).softmax(0).view(-1, 64)),
         None,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.audit.repetition_trace import StateWatch
 from lockstep.comm.native_module import load_native
@@ -257,6 +258,7 @@ class Trial:
         self.is_new = not known.is_known(kind)
         self.alone: PassAttempt | None = None
         self.last: PassAttempt | None = None
+        self._versions = _read_versions(group)
         self._losses: list[torch.Tensor] = []
         self._metrics: list[Mapping[str, torch.Tensor]] = []
         self._sums = TreeAccumulator[TensorList](len(group), _add_lists)
@@ -323,6 +325,9 @@ class Trial:
         watch.begin()
         joined = None
         try:
+            if _read_versions(self._group) != self._versions:
+                # A joint pass writes into copies, and the script may pass the batch again.
+                raise CannotJoin("the inputs of the batch are written")
             joined = yield from self._find(watch)
         except CannotJoin as reason:
             joined = None
@@ -472,6 +477,16 @@ def discard_results(parameters: Iterable[nn.Parameter], buffers: Buffers) -> Non
         parameter.grad = None
     for slot in buffers.slots:
         slot.copy = None
+
+
+def _read_versions(group: Sequence[Microbatch]) -> list[int]:
+    """Return how often the tensors of micro-batches have been written."""
+    tensors = [leaf for part in group for leaf in tree_leaves(part.data)]
+    return [
+        tensor._version
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+    ]
 
 
 def _add_lists(left: TensorList, right: TensorList) -> TensorList:

@@ -476,9 +476,10 @@ class StagePasses(OnePass):
             trial.finish()
             self._trials.remove((trial, group))
         noted = self._noted.get(index)
-        if self._obstacle and noted is not None:
+        is_measured = noted is not None and self.known.find_bytes(self._shapes[index]) is None
+        if noted is not None and is_measured and (ended or self._obstacle):
             self._measure(noted)
-        if ended or (self._obstacle and noted is not None):
+        if ended or is_measured:
             self.is_comparing = True
             self._stage.leave()
         if not self._trials:
