@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 15,
-    "nodes in src": 464_000,
-    "nodes in tests": 570_000,
-    "code lines in csrc": 12_300,
+    "nodes in src": 475_000,
+    "nodes in tests": 578_000,
+    "code lines in csrc": 12_700,
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments": 0,
     "joined assignments to attributes": 0,
@@ -40,7 +40,7 @@ LIMITS = {
     "step: nodes reached": 59_000,
     "ls.exact: modules reached": 98,
     "ls.exact: nodes reached": 99_000,
-    "trainer: modules reached": 271,
+    "trainer: modules reached": 276,
     "large classes without a reason": 0,
     "repeated public class names": 0,
 }

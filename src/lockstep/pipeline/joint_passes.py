@@ -12,7 +12,7 @@ and finds out whether they have the bits of single ones, is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,14 @@ from lockstep.pipeline.p2p import INITIAL_RNG_STATE, GroupSize, RngState
 from lockstep.pipeline.split_backward import GraphInput
 from lockstep.pipeline.stage import StageInput, StageOutput
 
-__all__ = ["GivenInput", "GivenMessage", "JointPass", "JointPasses", "OutputGradients"]
+__all__ = [
+    "GivenInput",
+    "GivenMessage",
+    "JointOutputs",
+    "JointPass",
+    "JointPasses",
+    "OutputGradients",
+]
 
 
 @dataclass
@@ -87,23 +94,34 @@ class OutputGradients:
 
 
 @dataclass
+class JointOutputs:
+    """The results of the forward of several micro-batches.
+
+    Attributes:
+        rng_states: The random states after each of them.
+        outputs: The output for each of them; empty in the last stage.
+        computed: The losses of the last stage; empty in other stages.
+    """
+
+    rng_states: list[RngState]
+    outputs: list[StageOutput] = field(default_factory=list)
+    computed: list[ComputedMicrobatch] = field(default_factory=list)
+
+
+@dataclass
 class JointPass:
     """A pass over several micro-batches between its forward and its backward.
 
     Attributes:
         given: What the stage got for each of them.
-        outputs: The output for each of them; empty in the last stage.
-        computed: The losses of the last stage; empty in other stages.
-        rng_states: The random states after each of them.
+        made: The results of its forward.
         buffers: The buffers after each of them.
         count: The number of outputs that require a gradient; 0 in the last stage.
         state: What its backward needs.
     """
 
     given: Sequence[GivenInput]
-    outputs: list[StageOutput]
-    computed: list[ComputedMicrobatch]
-    rng_states: list[RngState]
+    made: JointOutputs
     buffers: list[list[torch.Tensor]]
     count: int
     state: Any

@@ -221,15 +221,20 @@ class ScheduleExecutor:
     def _forward_together(
         self, stage: Stage, passes: JointPasses, given: Sequence[GivenInput], position: int
     ) -> None:
+        """Compute micro-batches in one pass, or their halves."""
+        if len(given) == 1:
+            self._forward(stage, given[0], position)
+            return
         self._current = stage, given[0].microbatch.index
         joint = passes.forward(given)
         if joint is None:
-            for number, one in enumerate(given):
-                self._forward(stage, one, position + number)
+            half = len(given) // 2
+            self._forward_together(stage, passes, given[:half], position)
+            self._forward_together(stage, passes, given[half:], position + half)
             return
-        self.step.computed += joint.computed
+        self.step.computed += joint.made.computed
         self._joint[stage.number, given[0].microbatch.index] = joint
-        for one, made in zip(given, joint.outputs, strict=False):
+        for one, made in zip(given, joint.made.outputs, strict=False):
             self._send_output(stage, one.microbatch.index, made)
 
     def _backward_group(self, stage: Stage, group: range, kind: str) -> None:
@@ -262,7 +267,7 @@ class ScheduleExecutor:
             self._repeat_one_by_one(stage, joint, gradients)
             return
         for number, (given, received) in enumerate(zip(joint.given, gradients, strict=True)):
-            state = received.rng_state or joint.rng_states[number]
+            state = received.rng_state or joint.made.rng_states[number]
             self._send_input_gradients(stage, given.microbatch.index, made[number], state)
         indices = [given.microbatch.index for given in joint.given]
         self._skip_absent(stage, indices[0])

@@ -253,7 +253,7 @@ class Stage:
         rng_state = RngState(self.scopes.last_call)
         if loss is not None:
             self.scopes.begin_loss()
-            before = state_of_torch(self._device)
+            before = self.read_rng_state()
             value = self.inspector.compute_loss(loss, value, where)
             rng_state = self.update_rng_state(before, rng_state)
         structure, tensors = self.inspector.flatten_output(value, blocks, given.received, where)
@@ -343,13 +343,13 @@ class Stage:
         """Run the second part of the backward."""
         in_flight = self._resume(index)
         if in_flight.split is not None:
-            before = state_of_torch(self._device)
+            before = self.read_rng_state()
             with (
                 self.inspector.check_backward(where),
                 self.inspector.state.restore_assigned(in_flight.assigned),
             ):
                 in_flight.split.backward_weights()
-            if state_of_torch(self._device) != before:
+            if self.read_rng_state() != before:
                 raise LayoutError(
                     f"{where}: a hook of a tensor in the blocks {', '.join(self.blocks)} draws "
                     'random numbers in backward, and schedule="zero-bubble" may call it twice: '
@@ -415,7 +415,7 @@ class Stage:
             self.scopes.begin_loss(in_flight.rng_state.last_call)
         else:
             set_state_of_torch(in_flight.rng_state.torch_state, self._device)
-        before = state_of_torch(self._device)
+        before = self.read_rng_state()
         with (
             self.inspector.check_backward(where),
             self.inspector.state.restore_assigned(in_flight.assigned),
@@ -423,9 +423,13 @@ class Stage:
             yield
         in_flight.rng_state = self.update_rng_state(before, in_flight.rng_state)
 
+    def read_rng_state(self) -> bytes:
+        """Return the states of torch's generators, for `update_rng_state`."""
+        return state_of_torch(self._device)
+
     def update_rng_state(self, before: bytes, rng_state: RngState) -> RngState:
         """Return the random state, updated if torch's generators have changed since `before`."""
-        state = state_of_torch(self._device)
+        state = self.read_rng_state()
         return rng_state if state == before else replace(rng_state, torch_state=state)
 
     def _finish_backward(self, index: int) -> None:

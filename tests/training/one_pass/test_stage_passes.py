@@ -1,9 +1,14 @@
 """Several micro-batches of a pipeline stage in one pass: the bits of single passes, everywhere."""
 
 import json
+import random
+import tempfile
 import warnings
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +20,7 @@ import lockstep as ls
 import pytest_lockstep
 from lockstep.kernel.errors import StoppedError
 from lockstep.pipeline.grouping import GroupSizeTuner
+from lockstep.training import model_setup
 from lockstep.training.one_pass import stage_passes
 from lockstep.training.one_pass.pass_trial import KnownPasses
 from lockstep.training.one_pass.stage_passes import StagePasses
@@ -253,6 +259,68 @@ def on_portable_ranks(function, ranks):
     return pytest_lockstep.run(call, ranks=ranks, timeout=300, init=False)
 
 
+def train_at_random(seeds):
+    """Return the seeds whose trainings differ with and without joint passes, and the passes."""
+    from grammar import Leg, case, training
+    from grammar.layouts import SCHEDULES, Layout
+
+    def choose(self, microbatches, samples):
+        most = max(1, min(self.limits.size, microbatches // 2))
+        return drawn.choice([size for size in (1, 2, 4, 8) if size <= most])
+
+    def repeat(*arguments):
+        every = [*batches(*arguments)]
+        for _ in range(-(-9 // len(every))):  # most cases have few steps
+            yield from every
+
+    def describe(given, folder):
+        try:
+            return training.outcome_of(given, Leg(layout, 0, given.data.steps), Path(folder))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    batches = training._batches
+    counts = {"joint": 0, "repeated forward": 0, "repeated backward": 0}
+    different = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        for patch in (
+            mock.patch.object(ls, "AuditConfig", return_value=False),
+            mock.patch.object(training, "_batches", repeat),
+            mock.patch.object(stage_passes, "SCHEDULE", Once()),
+            mock.patch.object(GroupSizeTuner, "choose", choose),
+            *counting(counts),
+        ):
+            stack.enter_context(patch)
+        for seed in seeds:
+            drawn = random.Random(seed)
+            given = case(seed)
+            given = replace(given, microbatches=drawn.choice([4, 6, 8, 13]))
+            blocks = len(given.model.blocks) if given.model.is_chain else 0
+            if blocks < 2 or given.loop != "plain" or given.precision is not None:
+                continue
+            schedule = drawn.choice(SCHEDULES if blocks >= 4 else SCHEDULES[:2])
+            chunks = 2 if schedule == "interleaved" else None
+            stops = sorted(drawn.sample(range(1, blocks), 2 * (chunks or 1) - 1))
+            balance = tuple(hi - lo for lo, hi in pairwise([0, *stops, blocks]))
+            layout = Layout(2, "lockstep", 2, schedule, chunks, balance)
+            joint = describe(given, folder)
+            with mock.patch.object(model_setup, "can_join", return_value=False):
+                single = describe(given, folder)
+            if joint != single:
+                different.append((seed, joint, single))
+    return different, counts["joint"]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(268, 276), pytest.param(0, 60, marks=[pytest.mark.stress, pytest.mark.timeout(600)])],
+)
+def test_random_trainings_have_the_bits_of_single_passes(first, last):
+    for different, passes in on_portable_ranks(lambda: train_at_random(range(first, last)), 2):
+        assert different == []
+        assert passes > 0
+
+
 @pytest.fixture(scope="module")
 def alone():
     """What every model gives on one rank, one micro-batch at a time."""
@@ -432,7 +500,7 @@ def test_a_failure_in_a_joint_pass_names_its_micro_batch():
     found = on_portable_ranks(train_until_failure, 2)
     assert all(same for same, *_ in found)
     assert found[0][2] == found[1][2]
-    assert found[1][3]["repeated forward"] == 4
+    assert found[1][3]["repeated forward"] == 4 + 2  # of the group, and of its first half
     for _, said, *_ in found:
         assert f"stage 1, step {STEPS}, micro-batch 5" in said
 

@@ -12,29 +12,30 @@ backward are computed one by one, from the same inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lockstep.data.microbatch import clone_tensors, join_samples
 from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.step_context import ComputedMicrobatch, StepContext
 from lockstep.model.forward import Metric, compute_loss, split_targets
-from lockstep.model.generator_states import state_of_torch
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
-from lockstep.pipeline.boundary import TensorMeta, describe_tensor, unflatten
 from lockstep.pipeline.grouping import SIZES, is_node
-from lockstep.pipeline.joint_passes import GivenInput, JointPass, OutputGradients
+from lockstep.pipeline.joint_passes import (
+    GivenInput,
+    JointOutputs,
+    JointPass,
+    OutputGradients,
+)
 from lockstep.pipeline.p2p import GroupSize, RngState
-from lockstep.pipeline.split_backward import GraphInput
 from lockstep.pipeline.stage import Stage, StageOutput
 from lockstep.training.one_pass.call_comparison import CannotJoin, NotedCall
 from lockstep.training.one_pass.grouped_passes import PassResults
+from lockstep.training.one_pass.joined_rows import StageForward, join_given, join_inputs
 from lockstep.training.one_pass.one_pass import SCHEDULE, OnePass
 from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
@@ -52,62 +53,16 @@ from lockstep.training.one_pass.pass_trial import (
     Trial,
     discard_results,
 )
+from lockstep.training.one_pass.single_passes import (
+    SinglePass,
+    SinglePasses,
+    describe_gradient,
+    name_values,
+)
 
 __all__ = ["StagePasses"]
 
 NO_LOSS = torch.empty(0)
-
-
-@dataclass
-class SinglePass:
-    """What is noted of a single pass, in copies.
-
-    Attributes:
-        given: What the stage got.
-        outputs: Its outputs; empty in the last stage.
-        metas: The layouts of the outputs.
-        structure: Their structure, as text.
-        gradients: The gradients of the outputs.
-        made: Those of its inputs.
-        made_metas: The layouts of these; None for one without a gradient.
-    """
-
-    given: GivenInput
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    metas: list[TensorMeta] = field(default_factory=list)
-    structure: str = ""
-    gradients: OutputGradients = field(default_factory=OutputGradients)
-    made: list[torch.Tensor | None] = field(default_factory=list)
-    made_metas: list[TensorMeta | None] = field(default_factory=list)
-
-
-@dataclass
-class StageForward:
-    """The forward of several micro-batches, whose backward is to come.
-
-    Attributes:
-        outputs: The outputs that have gradients.
-        gradients: Those from the losses; None before the last stage.
-        graph_input: The input of the graph; None in the first stage.
-        sent: The outputs, which nobody may write.
-        cut: The outputs of each micro-batch; empty in the last stage.
-        computed: The losses; empty before the last stage.
-        rng_states: The random states after the micro-batches.
-        structure: The structure of the outputs, as text.
-        buffers: The buffers of the pass, once it is paused.
-        assigned: What the blocks have assigned.
-    """
-
-    outputs: list[torch.Tensor]
-    gradients: list[torch.Tensor] | None
-    graph_input: GraphInput | None
-    sent: SentTensors
-    cut: list[StageOutput] = field(default_factory=list)
-    computed: list[ComputedMicrobatch] = field(default_factory=list)
-    rng_states: list[RngState] = field(default_factory=list)
-    structure: str = ""
-    buffers: Any = None
-    assigned: Any = None
 
 
 # It has many attributes: what a stage computes, and what is noted of its single passes.
@@ -151,7 +106,8 @@ class StagePasses(OnePass):
         self._due: set[PassKind] = set()  # of which every group is compared in this step
         self._seen: set[Any] = set()  # the shapes of micro-batches in this step
         self._structures: dict[PassKind, str] = {}  # of the outputs
-        self._noted: dict[int, SinglePass] = {}
+        self._noted = SinglePasses()
+        self._state_before_loss = b""
         self._trials: list[tuple[Trial, Sequence[Microbatch]]] = []
 
     @property
@@ -178,7 +134,7 @@ class StagePasses(OnePass):
         """Forget the micro-batches of a step, also after a failure."""
         self._step = None
         self._shapes = {}
-        self._noted = {}
+        self._noted.clear()
         self._trials = []
 
     def _is_compared(self, step: StepContext, group: Sequence[Microbatch]) -> bool:
@@ -207,8 +163,7 @@ class StagePasses(OnePass):
     def count(self, given: GivenInput, following: Sequence[Microbatch]) -> int:
         """Return how many micro-batches are computed together, from the first one's input."""
         shapes = self._describe(given)
-        index = given.microbatch.index
-        is_noted = any(part.index == index for _, group in self._trials for part in group)
+        is_noted = self._is_in_trial(given.microbatch)
         if shapes is None or is_noted or self._obstacle or not self._may_try:
             return 1
         for group in self._list_nodes(following):
@@ -220,6 +175,10 @@ class StagePasses(OnePass):
                 return 1
             return len(group)
         return 1
+
+    def _is_in_trial(self, microbatch: Microbatch) -> bool:
+        """Return whether a single pass over a micro-batch is compared with one over several."""
+        return any(part is microbatch for _, group in self._trials for part in group)
 
     def _list_nodes(self, following: Sequence[Microbatch]) -> list[Sequence[Microbatch]]:
         """Return the groups that begin with a micro-batch, the largest first."""
@@ -252,8 +211,13 @@ class StagePasses(OnePass):
         """Compute the outputs of micro-batches together; None: they are computed one by one."""
         group = [one.microbatch for one in given]
         shapes = [self._describe(one) for one in given]
-        joined = self.known.find(PassKind(len(group), shapes[0]))
-        if joined is None or shapes.count(shapes[0]) < len(shapes):
+        kind = PassKind(len(group), shapes[0])
+        joined = self.known.find(kind)
+        is_alike = shapes.count(shapes[0]) == len(shapes)
+        if joined is None or not is_alike or any(map(self._is_in_trial, group)):
+            return None
+        if self._is_compared(self._step, group):
+            self._due.add(kind)
             return None
         joined.restart()
         stage = self._stage
@@ -262,19 +226,17 @@ class StagePasses(OnePass):
             made = self._run_forward(attempt, given, is_trial=False)
             joined.require_same_forward()
             joined.require_written(attempt.list_written())
-            if made.structure != self._structures[self._kind(group)]:
+            if made.structure != self._structures[kind]:
                 raise CannotJoin("a block returns another value than in the first step")
         except Exception as error:
             self._give_up(attempt, joined, error)
             return None
-        self._used.add(self._kind(group))
+        self._used.add(kind)
         made.assigned = stage.inspector.state.get_assigned()
         made.buffers = stage.leave()
         return JointPass(
             given,
-            made.cut,
-            made.computed,
-            made.rng_states,
+            made.made,
             attempt.buffers_after,
             0 if self._is_last else len(made.outputs),
             (attempt, joined, made),
@@ -319,7 +281,7 @@ class StagePasses(OnePass):
         last_call = given[0].rng_state.last_call
         if any(one.rng_state.last_call != last_call for one in given):
             raise CannotJoin("earlier stages have called a block differently often")
-        data, graph_input = _join_inputs(given)
+        data, graph_input = join_inputs(given)
         state = self.begin_forward(attempt, last_call)
         if is_trial:
             value = attempt.forward.run(lambda: inspector.call_in_turn(self._blocks, data, where))
@@ -327,25 +289,33 @@ class StagePasses(OnePass):
             value = inspector.call_blocks(self._blocks, data, where, attempt.forward.run)
         self.end_forward(attempt, state)
         last_call = self._scopes.last_call
-        if self._is_last:
-            return self._compute_losses(attempt, given, value, last_call, graph_input)
+        make = self._compute_losses if self._is_last else self._cut_outputs
+        made = make(attempt, given, value, last_call)
+        made.graph_input = graph_input
+        return made
+
+    def _cut_outputs(
+        self, attempt: PassAttempt, given: Sequence[GivenInput], value: Any, last_call: int
+    ) -> StageForward:
+        """Return the outputs of each micro-batch."""
+        where = given[0].where
+        inspector = self._stage.inspector
         nothing = ReceivedTensors((), ())
         structure, tensors = inspector.flatten_output(value, self._blocks, nothing, where)
         if structure[0] == "&":
             raise CannotJoin("outputs of the stage share memory")
         cuts = [cut_rows(tensor, len(given)) for tensor in tensors]
         rng_state = RngState(last_call)
+        outputs = [
+            StageOutput(structure, [cut[number] for cut in cuts], rng_state)
+            for number in range(len(given))
+        ]
         return StageForward(
             [tensor for tensor in tensors if tensor.requires_grad],
             None,
-            graph_input,
             SentTensors(tensors),
-            [
-                StageOutput(structure, [cut[number] for cut in cuts], rng_state)
-                for number in range(len(given))
-            ],
-            structure=repr(structure),
-            rng_states=[rng_state] * len(given),
+            JointOutputs([rng_state] * len(given), outputs),
+            repr(structure),
         )
 
     def _compute_losses(
@@ -354,7 +324,6 @@ class StagePasses(OnePass):
         given: Sequence[GivenInput],
         outputs: Any,
         last_call: int,
-        graph_input: GraphInput | None,
     ) -> StageForward:
         """Compute the losses from the outputs of the model, and the gradients of these."""
         step = attempt.step
@@ -384,10 +353,8 @@ class StagePasses(OnePass):
         return StageForward(
             [leaf for leaf, gradient in pairs if gradient is not None],
             [gradient for _, gradient in pairs if gradient is not None],
-            graph_input,
             SentTensors(()),
-            computed=computed,
-            rng_states=states,
+            JointOutputs(states, computed=computed),
         )
 
     def _run_backward(
@@ -403,7 +370,7 @@ class StagePasses(OnePass):
             used = [*zip(made.outputs, made.gradients, strict=True)]
         else:
             columns = zip(*(one.tensors or () for one in gradients), strict=True)
-            pairs = zip(made.outputs, map(_join_given, columns), strict=False)
+            pairs = zip(made.outputs, map(join_given, columns), strict=False)
             used = [(output, gradient) for output, gradient in pairs if gradient is not None]
         self.run_from_outputs(attempt, used)
         found = [] if made.graph_input is None else made.graph_input.gradients
@@ -417,17 +384,16 @@ class StagePasses(OnePass):
         if not self._may_try:
             return
         shapes = self._describe(given)
-        index = given.microbatch.index
         for trial, group in [*self._trials]:
-            is_member = any(part.index == index for part in group)
+            is_member = any(part is given.microbatch for part in group)
             if is_member and shapes != self._shapes[group[0].index]:
                 self._trials.remove((trial, group))
                 self.known.withdraw_trial(self._kind(group))
         is_measured = self._obstacle and self.known.find_bytes(shapes) is None
         if shapes is not None and not self._obstacle:
             self._open_trials(following)
-        if is_measured or any(part.index == index for _, group in self._trials for part in group):
-            self._noted[index] = SinglePass(_copy_given(given))
+        if is_measured or self._is_in_trial(given.microbatch):
+            self._noted.open(given)
 
     def _open_trials(self, following: Sequence[Microbatch]) -> None:
         for group in self._list_nodes(following):
@@ -442,22 +408,15 @@ class StagePasses(OnePass):
 
     def note_output(self, index: int, made: StageOutput) -> None:
         """Note the output of a single pass, unless it is a loss."""
-        if (noted := self._noted.get(index)) is None:
-            return
-        noted.structure = repr(made.structure)
-        noted.metas = [describe_tensor(tensor) for tensor in made.tensors]
-        noted.outputs = [tensor.detach().clone() for tensor in made.tensors]
+        self._noted.note_output(index, made)
 
     def note_gradients(self, index: int, gradients: OutputGradients) -> None:
-        """Note the gradients of the output of a single pass."""
-        if (noted := self._noted.get(index)) is not None and gradients.tensors is not None:
-            noted.gradients = replace(gradients, tensors=[*map(_copy, gradients.tensors)])
+        """Note the gradients of its output."""
+        self._noted.note_gradients(index, gradients)
 
     def note_input_gradients(self, index: int, made: Sequence[torch.Tensor | None]) -> None:
-        """Note the gradients of the input of a single pass."""
-        if (noted := self._noted.get(index)) is not None:
-            noted.made = [*map(_copy, made)]
-            noted.made_metas = [*map(_describe_gradient, made)]
+        """Note the gradients of its input."""
+        self._noted.note_input_gradients(index, made)
 
     def note_parameters(self, index: int, computed: ComputedMicrobatch | None) -> None:
         """Note the gradients in `.grad` after a single pass, and the loss in the last stage."""
@@ -466,7 +425,7 @@ class StagePasses(OnePass):
                 noted = self._noted[index]
                 loss = NO_LOSS if computed is None else computed.losses[0]
                 metrics = {} if computed is None else computed.metrics
-                values = _name_values(noted.outputs, noted.made, metrics)
+                values = name_values(noted.outputs, noted.made, metrics)
                 trial.note(loss, self._parameters, values)
 
     def compare(self, index: int) -> None:
@@ -475,7 +434,7 @@ class StagePasses(OnePass):
         for trial, group in ended:
             trial.finish()
             self._trials.remove((trial, group))
-        noted = self._noted.get(index)
+        noted = self._noted.find(index)
         is_measured = noted is not None and self.known.find_bytes(self._shapes[index]) is None
         if noted is not None and is_measured and (ended or self._obstacle):
             self._measure(noted)
@@ -483,7 +442,7 @@ class StagePasses(OnePass):
             self.is_comparing = True
             self._stage.leave()
         if not self._trials:
-            self._noted = {}
+            self._noted.clear()
 
     def _measure(self, noted: SinglePass) -> None:
         """Find out how many bytes a micro-batch keeps that is never computed with others."""
@@ -503,22 +462,21 @@ class StagePasses(OnePass):
         """
         noted = [self._noted[part.index] for part in attempt.group]
         made = self._run_forward(attempt, [one.given for one in noted], is_trial=True)
-        for output, one in zip(made.cut, noted, strict=False):
-            metas = [describe_tensor(tensor) for tensor in output.tensors]
-            if metas != one.metas or made.structure != one.structure:
+        outputs = [output.tensors for output in made.made.outputs] or [[] for _ in noted]
+        for tensors, one in zip(outputs, noted, strict=True):
+            if made.structure != one.structure or not one.has_layouts(tensors):
                 raise CannotJoin("an output has another layout for several micro-batches")
         self._structures[self._kind(attempt.group)] = made.structure
-        sent = [[tensor.detach() for tensor in output.tensors] for output in made.cut]
         found = self._run_backward(attempt, made, [one.gradients for one in noted])
         for gradients, one in zip(found, noted, strict=True):
-            if [*map(_describe_gradient, gradients)] != one.made_metas:
+            if [*map(describe_gradient, gradients)] != one.made_metas:
                 raise CannotJoin(
                     "the gradient of an input has another layout for several micro-batches"
                 )
-        outputs = sent or [[] for _ in noted]
-        metrics = [one.metrics for one in made.computed] or [{} for _ in noted]
-        losses = [one.losses[0] for one in made.computed] or [NO_LOSS] * len(noted)
-        values = [*map(_name_values, outputs, found, metrics)]
+        computed = made.made.computed
+        metrics = [one.metrics for one in computed] or [{} for _ in noted]
+        losses = [one.losses[0] for one in computed] or [NO_LOSS] * len(noted)
+        values = [*map(name_values, outputs, found, metrics)]
         return PassResults(losses, values, attempt.buffers_after)
 
     def _compute_loss(
@@ -528,72 +486,8 @@ class StagePasses(OnePass):
         assert self._parallel.loss is not None
         self._scopes.begin_microbatch(step.number, part.index, last_call)
         self._scopes.begin_loss()
-        self._state_before_loss = state_of_torch(self._parallel.device)
+        self._state_before_loss = self._stage.read_rng_state()
         loss, metrics = compute_loss(self._parallel.loss, self._metrics, outputs, targets, where)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise CannotJoin("the loss has no gradient")
         return loss, metrics
-
-
-def _join_inputs(given: Sequence[GivenInput]) -> tuple[Any, GraphInput | None]:
-    """Return the inputs of micro-batches as those of one, in new memory, and its graph input."""
-    if given[0].message is None:
-        inputs = [one.first.data for one in given if one.first is not None]
-        if isinstance(inputs[0], list):
-            return [join_samples(*column) for column in zip(*inputs, strict=True)], None
-        return join_samples(*inputs), None
-    messages = [one.message for one in given if one.message is not None]
-    columns = zip(*(message.tensors for message in messages), strict=True)
-    joined = [_join_rows(column) for column in columns]
-    graph_input = GraphInput(joined, [meta.requires_grad for meta in messages[0].metas])
-    return unflatten(messages[0].structure, graph_input.tensors), graph_input
-
-
-def _join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of several tensors as one, in new memory with the same strides."""
-    one = parts[0]
-    joined = torch.cat([*parts])
-    if one.stride()[1:] != joined.stride()[1:] and not one.is_contiguous():
-        raise CannotJoin("a tensor between stages has strides that those of samples lose together")
-    return joined
-
-
-def _join_given(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the gradients of an output of several micro-batches as one; None: there are none."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return None
-    if len(present) < len(gradients) or present[0].dim() == 0:
-        raise CannotJoin("the losses of some micro-batches do not depend on an output")
-    return _join_rows(present)
-
-
-def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a copy with the same strides."""
-    return None if tensor is None else tensor.detach().clone()
-
-
-def _copy_given(given: GivenInput) -> GivenInput:
-    """Return a copy of what a stage got, which blocks may write."""
-    if given.message is not None:
-        tensors = [tensor.clone() for tensor in given.message.tensors]
-        return replace(given, message=replace(given.message, tensors=tensors))
-    assert given.first is not None
-    return replace(given, first=replace(given.first, data=clone_tensors(given.first.data)))
-
-
-def _describe_gradient(gradient: torch.Tensor | None) -> TensorMeta | None:
-    return None if gradient is None else describe_tensor(gradient)
-
-
-def _name_values(
-    outputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
-    metrics: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the results of a micro-batch by their names in messages."""
-    return {
-        **{f"output {number} of the stage": one for number, one in enumerate(outputs)},
-        **{f"the gradient of input {number}": one for number, one in enumerate(gradients)},
-        **{f"the metric {name!r}": value for name, value in metrics.items()},
-    }
