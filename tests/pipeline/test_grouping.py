@@ -143,6 +143,14 @@ def test_only_sizes_that_may_gain_are_timed(limits, microbatches, sizes):
     assert set(tuned(seconds, limits, microbatches)) == sizes
 
 
+def test_a_fixed_size_is_taken_where_it_is_allowed():
+    tuner = GroupSizeTuner()
+    tuner.fixed = 4
+    assert tuner.choose(8, 32) == 1
+    tuner.limits = ALL
+    assert [tuner.choose(microbatches, 32) for microbatches in (8, 6)] == [4, 1]
+
+
 def test_a_slow_step_decides_nothing():
     tuner = GroupSizeTuner()
     tuner.limits = GroupSize(2, 2)

@@ -28,6 +28,7 @@ from lockstep.model.static_shapes import StaticShapes
 from lockstep.model.watched_calls import WatchedCalls
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.evaluator import PipelineEvaluator
+from lockstep.pipeline.grouping import GroupSizeTuner
 from lockstep.pipeline.joint_passes import JointPasses
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, StagePlan
@@ -124,6 +125,11 @@ class PipelineExecutor:
         )
         with self._running.activate():
             yield self._running
+
+    @property
+    def group_sizes(self) -> GroupSizeTuner:
+        """What chooses the size of groups on the first rank of a replica."""
+        return self._linked().group_sizes
 
     def find_note(self) -> str:
         """Return why micro-batches of a stage here are computed one by one; "" if none are."""

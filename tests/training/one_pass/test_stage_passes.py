@@ -520,7 +520,7 @@ def test_groups_take_no_more_memory_than_they_may():
                 for _ in range(5):
                     trainer.step(data())
                 executor = trainer.engine.setup.executor
-                found.append(executor._linked().group_sizes.limits.size)
+                found.append(executor.group_sizes.limits.size)
         return found
 
     assert on_portable_ranks(train_with_little, 2)[0] == [8, 4, 2, 1]
