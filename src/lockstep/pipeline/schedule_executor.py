@@ -312,7 +312,7 @@ class ScheduleExecutor:
             return GivenInput(microbatch, where, first)
         more = position + 1 < len(self._microbatches_here)
         structure, tensors = links.inputs.receive(self.step.attempt.number, index, more)
-        message = GivenMessage(structure, tensors, links.inputs.metas[: len(tensors)])
+        message = GivenMessage(structure, tensors, links.inputs.metas)
         return GivenInput(microbatch, where, message=message, rng_state=links.inputs.rng_state)
 
     def _forward(self, stage: Stage, given: GivenInput, position: int) -> None:

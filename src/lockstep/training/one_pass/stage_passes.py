@@ -12,6 +12,7 @@ backward are computed one by one, from the same inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.grouping import SIZES, is_node
 from lockstep.pipeline.joint_passes import (
     GivenInput,
+    GivenMessage,
     JointOutputs,
     JointPass,
     OutputGradients,
@@ -106,6 +108,8 @@ class StagePasses(OnePass):
         self._due: set[PassKind] = set()  # of which every group is compared in this step
         self._seen: set[Any] = set()  # the shapes of micro-batches in this step
         self._structures: dict[PassKind, str] = {}  # of the outputs
+        self._described: tuple[GivenMessage | None, Any] = (None, None)  # the last message
+        self._settled: Any = None  # shapes of which no pass is compared in this step
         self._noted = SinglePasses()
         self._state_before_loss = b""
         self._trials: list[tuple[Trial, Sequence[Microbatch]]] = []
@@ -133,6 +137,7 @@ class StagePasses(OnePass):
     def end(self) -> None:
         """Forget the micro-batches of a step, also after a failure."""
         self._step = None
+        self._settled = None
         self._shapes = {}
         self._noted.clear()
         self._trials = []
@@ -144,17 +149,18 @@ class StagePasses(OnePass):
     def _describe(self, given: GivenInput) -> Any:
         """Return what has to be alike in the inputs of a pass, and keep it; None: nothing is."""
         shapes = None
-        if (message := given.message) is not None:
-            is_plain = message.structure[0] != "&" and not any(
-                meta.offset or meta.conjugated or meta.negated or not meta.shape
-                for meta in message.metas
-            )
-            # As text, in which 0.0 is not -0.0.
-            shapes = (repr(message.structure), tuple(message.metas)) if is_plain else None
+        if given.message is not None:
+            last, shapes = self._described
+            # Messages of one layout refer to the same objects.
+            if last is None or given.message.metas is not last.metas:
+                shapes = _describe_message(given.message)
+                self._described = replace(given.message, tensors=[]), shapes
         elif given.first is not None and not given.first.received.has_aliases:
             shapes = describe_shapes(given.first.data)
+            if shapes == self._settled:
+                shapes = self._settled
         self._shapes[given.microbatch.index] = shapes
-        if shapes is not None:
+        if shapes is not None and shapes is not self._settled:
             self._seen.add(shapes)
         return shapes
 
@@ -389,6 +395,8 @@ class StagePasses(OnePass):
             if is_member and shapes != self._shapes[group[0].index]:
                 self._trials.remove((trial, group))
                 self.known.withdraw_trial(self._kind(group))
+        if shapes is not None and shapes is self._settled and not self._trials:
+            return
         is_measured = self._obstacle and self.known.find_bytes(shapes) is None
         if shapes is not None and not self._obstacle:
             self._open_trials(following)
@@ -396,7 +404,9 @@ class StagePasses(OnePass):
             self._noted.open(given)
 
     def _open_trials(self, following: Sequence[Microbatch]) -> None:
-        for group in self._list_nodes(following):
+        """Begin the trials that are due of the groups that begin with a micro-batch."""
+        groups = self._list_nodes(following)
+        for group in groups:
             kind = PassKind(len(group), self._shapes[group[0].index])
             if kind in self._used and kind not in self._due:
                 continue
@@ -405,6 +415,10 @@ class StagePasses(OnePass):
                 trial.words = "{}"
                 self._used.add(kind)
                 self._trials.append((trial, group))
+        if not self._trials and len(groups) == sum(
+            2 * size <= self._microbatches for size in SIZES
+        ):
+            self._settled = self._shapes[following[0].index]
 
     def note_output(self, index: int, made: StageOutput) -> None:
         """Note the output of a single pass, unless it is a loss."""
@@ -491,3 +505,12 @@ class StagePasses(OnePass):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise CannotJoin("the loss has no gradient")
         return loss, metrics
+
+
+def _describe_message(message: GivenMessage) -> Any:
+    """Return what has to be alike in messages that are joined; None: nothing is enough."""
+    is_plain = message.structure[0] != "&" and not any(
+        meta.offset or meta.conjugated or meta.negated or not meta.shape for meta in message.metas
+    )
+    # As text, in which 0.0 is not -0.0.
+    return (repr(message.structure), tuple(message.metas)) if is_plain else None
