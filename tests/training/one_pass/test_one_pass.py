@@ -460,6 +460,23 @@ class Limited(torch.autograd.Function):
         return torch.from_numpy(values / max(1.0, float(abs(values).max()) * 0.01))
 
 
+class WithoutEffect(torch.autograd.Function):
+    """Its backward couples samples, which does not count yet."""
+
+    @staticmethod
+    def forward(ctx, x, couple):
+        ctx.couple = couple
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + 0.0 * ctx.couple(gradient), None
+
+
+def couple_gradients(couple):
+    return lambda: on_features(lambda model, x: WithoutEffect.apply(x, couple))
+
+
 def with_limit():
     """Return a model with an operator that limits features by the largest one of all samples."""
 
@@ -697,6 +714,18 @@ SEPARATE = {
         "aten::add_ gets other numbers for several micro-batches",
     ),
     "an attribute": (lambda: on_features(count), "forward changes"),
+    "gradients in another order, without effect": (
+        couple_gradients(lambda gradient: gradient.flip(0)),
+        "aten::flip has other bits",
+    ),
+    "a softmax of gradients, without effect": (
+        couple_gradients(lambda gradient: gradient.softmax(0)),
+        "aten::softmax has other bits",
+    ),
+    "a sum over gradients, without effect": (
+        couple_gradients(lambda gradient: gradient.cumsum(0)),
+        "aten::cumsum has other bits",
+    ),
     "inputs that are written, without effect": (
         lambda: Calls(lambda model, x: model.head(model.layer(x.clamp_(-9, 9)).relu())),
         "the inputs of the batch are written",
