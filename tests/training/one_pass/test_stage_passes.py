@@ -102,6 +102,7 @@ JOINED = {
     "functions of elements": lambda: twice(lambda: nn.Sequential(nn.GELU(), nn.LayerNorm(64))),
     "batch norm": lambda: twice(lambda: nn.BatchNorm1d(64)),
     "images": of_images,
+    "images, channels last": lambda: of_images().to(memory_format=torch.channels_last),
     "an encoder": of_sequences,
     "a tuple": lambda: in_blocks(
         Applies(hand_on, layer=nn.Linear(64, 64)), Applies(take, layer=nn.Linear(64, 64))

@@ -37,7 +37,12 @@ from lockstep.pipeline.p2p import GroupSize, RngState
 from lockstep.pipeline.stage import Stage, StageOutput
 from lockstep.training.one_pass.call_comparison import CannotJoin, NotedCall
 from lockstep.training.one_pass.grouped_passes import PassResults
-from lockstep.training.one_pass.joined_rows import StageForward, join_given, join_inputs
+from lockstep.training.one_pass.joined_rows import (
+    StageForward,
+    cut_parts,
+    join_given,
+    join_inputs,
+)
 from lockstep.training.one_pass.one_pass import SCHEDULE, OnePass
 from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
@@ -310,7 +315,7 @@ class StagePasses(OnePass):
         structure, tensors = inspector.flatten_output(value, self._blocks, nothing, where)
         if structure[0] == "&":
             raise CannotJoin("outputs of the stage share memory")
-        cuts = [cut_rows(tensor, len(given)) for tensor in tensors]
+        cuts = [cut_parts(tensor, len(given)) for tensor in tensors]
         rng_state = RngState(last_call)
         outputs = [
             StageOutput(structure, [cut[number] for cut in cuts], rng_state)
@@ -380,7 +385,7 @@ class StagePasses(OnePass):
             used = [(output, gradient) for output, gradient in pairs if gradient is not None]
         self.run_from_outputs(attempt, used)
         found = [] if made.graph_input is None else made.graph_input.gradients
-        cuts = [[None] * segments if one is None else cut_rows(one, segments) for one in found]
+        cuts = [[None] * segments if one is None else cut_parts(one, segments) for one in found]
         return [[cut[number] for cut in cuts] for number in range(segments)]
 
     # --- what is noted of single passes ----------------------------------------------------------
