@@ -41,9 +41,7 @@ def command(
     """
     places = [resolve_run(run, folder) for run in runs]
     if len(places) != 2:
-        raise UsageError(
-            f"bisect compares two runs, and got {len(places)}: lockstep bisect A B"
-        )
+        raise UsageError(f"bisect compares two runs, and got {len(places)}: lockstep bisect A B")
     from lockstep.tools.replay.bisection import bisect_runs
     from lockstep.tools.replay.bisection_report import bisection_json
     from lockstep.tools.replay.recorded_run import read_recorded_run

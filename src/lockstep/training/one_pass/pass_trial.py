@@ -423,7 +423,8 @@ class Trial:
         together.take()
         self._discard()
         plans.append(self._plan_pass(alone, together, is_backward=True))
-        return JoinedPass(*plans, len(group), joins_losses=self._joins_losses)
+        forward, backward = plans
+        return JoinedPass(forward, backward, len(group), joins_losses=self._joins_losses)
 
     def _plan_pass(
         self, alone: PassAttempt, together: PassAttempt, *, is_backward: bool = False

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.step_context import ComputedMicrobatch, StepContext
-from lockstep.model.forward import Metric, compute_loss, split_targets
+from lockstep.model.forward import Metric
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
@@ -118,6 +118,11 @@ class StagePasses(OnePass):
         self._noted = SinglePasses()
         self._state_before_loss = b""
         self._trials: list[tuple[Trial, Sequence[Microbatch]]] = []
+
+    @property
+    def loss_modes(self) -> Sequence[bool]:
+        """Only that the loss of each micro-batch is computed from its outputs."""
+        return [False]
 
     @property
     def note(self) -> str:
@@ -230,9 +235,8 @@ class StagePasses(OnePass):
         if self._is_compared(self._step, group):
             self._due.add(kind)
             return None
-        joined.restart()
         stage = self._stage
-        attempt = PassAttempt(self._step, stage.buffers, group, joined.forward, joined.backward)
+        attempt = joined.attempt(self._step, stage.buffers, group)
         try:
             made = self._run_forward(attempt, given, is_trial=False)
             joined.require_same_forward()
@@ -300,12 +304,12 @@ class StagePasses(OnePass):
             value = inspector.call_blocks(self._blocks, data, where, attempt.forward.run)
         self.end_forward(attempt, state)
         last_call = self._scopes.last_call
-        make = self._compute_losses if self._is_last else self._cut_outputs
+        make = self._compute_losses if self._is_last else self._make_outputs
         made = make(attempt, given, value, last_call)
         made.graph_input = graph_input
         return made
 
-    def _cut_outputs(
+    def _make_outputs(
         self, attempt: PassAttempt, given: Sequence[GivenInput], value: Any, last_call: int
     ) -> StageForward:
         """Return the outputs of each micro-batch."""
@@ -347,9 +351,8 @@ class StagePasses(OnePass):
         for number, one in enumerate(given):
             part = one.microbatch
             own = tree_unflatten([cut[number] for cut in cuts], structure)
-            targets = split_targets(part.data, one.where)[1]
             with attempt.use_buffers(number):
-                loss, metrics = self._compute_loss(step, part, own, targets, last_call)
+                loss, metrics = self._compute_loss(step, part, own, last_call)
             states.append(stage.update_rng_state(self._state_before_loss, RngState(last_call)))
             share = step.shares[part.index]
             roots.append(self._roots.find(loss, share))
@@ -466,7 +469,10 @@ class StagePasses(OnePass):
     def _measure(self, noted: SinglePass) -> None:
         """Find out how many bytes a micro-batch keeps that is never computed with others."""
         group = [noted.given.microbatch]
-        passes = [make_recorded(restores=True, keeps=False, first=None) for _ in range(2)]
+        passes = [
+            make_recorded(restores=True, keeps=False, joins_losses=False, first=None)
+            for _ in range(2)
+        ]
         attempt = PassAttempt(self._step, self._stage.buffers, group, *passes)
         self.perform(attempt)
         discard_results(self._parameters, attempt.buffers)
@@ -498,18 +504,10 @@ class StagePasses(OnePass):
         values = [*map(name_values, outputs, found, metrics)]
         return PassResults(losses, values, attempt.buffers_after)
 
-    def _compute_loss(
-        self, step: StepContext, part: Microbatch, outputs: Any, targets: Any, last_call: int
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        where = step.place(part.index)
-        assert self._parallel.loss is not None
-        self._scopes.begin_microbatch(step.number, part.index, last_call)
-        self._scopes.begin_loss()
+    def _begin_loss(self, step: StepContext, part: Microbatch, last_call: int) -> str:
+        where = super()._begin_loss(step, part, last_call)
         self._state_before_loss = self._stage.read_rng_state()
-        loss, metrics = compute_loss(self._parallel.loss, self._metrics, outputs, targets, where)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise CannotJoin("the loss has no gradient")
-        return loss, metrics
+        return where
 
 
 def _describe_message(message: GivenMessage) -> Any:
