@@ -27,7 +27,7 @@ from lockstep.training.script_loop.exact_batch import ExactBatch
 __all__ = ["count_calls", "main", "make_loop", "make_step"]
 
 SOURCE = str(Path(lockstep.__file__).parent)
-LIMITS = {"trainer.step": (122, 102), "exact.batches": (139, 135)}
+LIMITS = {"trainer.step": (122, 104), "exact.batches": (139, 137)}
 """The most functions and changes of file, which `make check` permits."""
 
 WARM_STEPS = 7

@@ -55,6 +55,7 @@ ADVICE = (
 )
 
 
+# It has many attributes: the settings of each kind, and what was found of them.
 class HyperparameterCheck(StepHook):
     """The hook that compares the settings of modules and an optimizer.
 

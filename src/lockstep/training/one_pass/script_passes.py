@@ -34,6 +34,7 @@ from lockstep.training.one_pass.pass_trial import PassKind, Trial
 __all__ = ["ScriptPass", "ScriptPasses"]
 
 
+# It has many methods: those of `OnePass`.
 class ScriptPasses(OnePass):
     """Computes several micro-batches of a script's loop together; as `OnePass`."""
 
