@@ -139,7 +139,8 @@ def test_the_rank_that_failed_first_is_named(driver):
 
 
 def test_a_value_that_cannot_be_pickled_is_an_error_of_the_call(driver):
-    with pytest.raises(RankError, match=r"rank 1 raised TypeError: cannot pickle '_thread.lock'"):
+    sentence = "rank 1: a value of type lock was returned, which cannot be sent to the driver: "
+    with pytest.raises(UsageError, match=sentence):
         driver.on(1).run(threading.Lock)
 
 

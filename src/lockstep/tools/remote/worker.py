@@ -24,10 +24,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from lockstep.kernel.errors import LockstepError, RendezvousError, UsageError
 from lockstep.launcher.rank_process import describe_error
-from lockstep.launcher.world import init
+from lockstep.launcher.world import init, rank
 from lockstep.tools.remote.connection import Connection, RemoteMessage, connect_to_driver
 from lockstep.tools.remote.serialization import serialize
 
@@ -114,10 +115,8 @@ class WorkerServer:
     def _answer(self, message: RemoteMessage) -> None:
         try:
             function, args, options = pickle.loads(message["payload"])
-            answer: RemoteMessage = {
-                "kind": "value",
-                "payload": serialize(function(*args, **options)),
-            }
+            value = function(*args, **options)
+            answer: RemoteMessage = {"kind": "value", "payload": _serialize_value(value)}
         except BaseException as error:  # the driver waits for an answer, so report any error
             error.__traceback__ = _drop_remote_frames(error.__traceback__)
             report = describe_error(error)
@@ -130,6 +129,21 @@ class WorkerServer:
             # Ends at the latest when the driver is silent.
             while self._continued.get() not in (message["number"], None):
                 pass
+
+
+def _serialize_value(value: Any) -> memoryview:
+    """Return the value of a call.
+
+    Raises:
+        UsageError: It cannot be pickled.
+    """
+    try:
+        return serialize(value)
+    except (pickle.PickleError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"rank {rank()}: a value of type {type(value).__name__} was returned, which cannot be "
+            f"sent to the driver: {error}"
+        ) from error
 
 
 def _serialize_error(error: BaseException) -> bytes | memoryview:
