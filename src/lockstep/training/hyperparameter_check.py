@@ -94,7 +94,6 @@ class HyperparameterCheck(StepHook):
                     self._constants[f"{name}.{constant}"] = (vars(part), constant)
             for path, parameter in module.named_parameters(prefix=root):
                 self._parameters[f"{path}.requires_grad"] = parameter
-        self._names = [*self._modules, *self._constants, *self._parameters]
 
     def begin(self, step: StepContext, batch: Any) -> None:
         """Compare the micro-batches that the script computes."""
@@ -125,7 +124,7 @@ class HyperparameterCheck(StepHook):
             )
         if settings == self._noted or step.refusal:
             return
-        names = [*self._names, *describe_options("optimizer", self._optimizer)]
+        names = [*self._list_names(), *describe_options("optimizer", self._optimizer)]
         entries = zip_longest(names, self._noted, settings)
         name, before, after = next(entry for entry in entries if entry[1] != entry[2])
         step.refuse(
@@ -158,7 +157,7 @@ class HyperparameterCheck(StepHook):
         """
         if summary.failure is not None or summary.hooks[self.name] is not None:
             return
-        entries = zip(self._names, self._read(), strict=True)
+        entries = zip(self._list_names(), self._read(), strict=True)
         settings = {entry: str(value) for entry, value in entries}
         settings |= describe_options("optimizer", self._optimizer)
         message = json.dumps(settings).encode()
@@ -187,6 +186,10 @@ class HyperparameterCheck(StepHook):
             for name, value in group.items()
             if name != "params"
         ]
+
+    def _list_names(self) -> list[str]:
+        """Return the names of what `_read` returns."""
+        return [*self._modules, *self._constants, *self._parameters]
 
     def _read(self) -> list[Any]:
         """Return the modes and constants, and which parameters are trained."""
