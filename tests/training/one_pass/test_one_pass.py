@@ -229,6 +229,20 @@ JOINED = {
         lambda model, x: model.norm(x.view(-1, 4, 16).transpose(1, 2)).flatten(1),
         norm=nn.BatchNorm1d(16),
     ),
+    "batch norm with the channels last": lambda: on_images(
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 3).to(memory_format=torch.channels_last),
+        nn.BatchNorm2d(4),
+        nn.MaxPool2d(4),
+        nn.BatchNorm2d(4),
+        outputs=4,
+    ),
+    "batch norm with strided weights": lambda: on_features(
+        lambda model, x: F.batch_norm(x, None, None, *model.table.unbind(1), training=True),
+        table=nn.Parameter(torch.rand(64, 2) + 0.5),
+    ),
     "batch norm that is used twice": lambda: on_features(
         lambda model, x: model.norm(model.norm(x).relu()), norm=nn.BatchNorm1d(64)
     ),

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -60,6 +61,68 @@ static void call_backward(Stack* stack, int64_t segments) {
   stack->emplace_back(bias);
 }
 
+// The results of forward for all micro-batches.
+struct Normalized {
+  at::Tensor rows, means, inverses;  // 1 / deviation
+};
+
+// The layout of the results that torch's `out=` form writes as its usual form does, which is that
+// of dense rows; or none. With other inputs it reads memory that nobody has written, and dense rows
+// that are both contiguous and channels_last may get other strides.
+static std::optional<at::MemoryFormat> find_layout(const at::Tensor& input,
+                                                   const std::optional<at::Tensor>& weight,
+                                                   const std::optional<at::Tensor>& bias) {
+  for (const std::optional<at::Tensor>& one : {weight, bias})
+    if (one && (!one->is_contiguous() || one->scalar_type() != input.scalar_type())) return {};
+  const at::MemoryFormat format = input.suggest_memory_format();
+  const bool is_known =
+      format == at::MemoryFormat::Contiguous || format == at::MemoryFormat::ChannelsLast;
+  if (!input.device().is_cpu() || input.layout() != at::kStrided || !is_known) return {};
+  const bool is_ambiguous = format != at::MemoryFormat::Contiguous && input.is_contiguous();
+  if (is_ambiguous || !input.is_contiguous(format)) return {};
+  return format;
+}
+
+// The part of a tensor that belongs to a micro-batch, to be written.
+static at::Tensor find_place(const at::Tensor& tensor, int64_t segment, int64_t segments) {
+  const int64_t rows = tensor.size(0) / segments;
+  return tensor.narrow(0, segment * rows, rows);
+}
+
+// Normalizes the rows of each micro-batch.
+static Normalized normalize(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                            const std::optional<at::Tensor>& bias, const Running& running,
+                            double momentum, double epsilon) {
+  const int64_t segments = std::ssize(running.means);
+  const auto layout = find_layout(input, weight, bias);
+  Normalized all;
+  if (layout) {
+    all.rows = at::empty(input.sizes(), input.options().memory_format(*layout));
+    all.means = at::empty({segments * input.size(1)}, input.options());
+    all.inverses = at::empty({segments * input.size(1)}, input.options());
+  }
+  std::vector<at::Tensor> rows, means, inverses;
+  for (int64_t i = 0; i < segments; ++i) {
+    const at::Tensor &mean = running.means[static_cast<size_t>(i)],
+                     &variance = running.variances[static_cast<size_t>(i)];
+    const at::Tensor own = take_rows(input, 0, i, segments);
+    if (layout) {
+      at::Tensor place = find_place(all.rows, i, segments);
+      at::Tensor place_of_mean = find_place(all.means, i, segments);
+      at::Tensor place_of_inverse = find_place(all.inverses, i, segments);
+      at::native_batch_norm_out(place, place_of_mean, place_of_inverse, own, weight, bias, mean,
+                                variance, /*training=*/true, momentum, epsilon);
+      continue;
+    }
+    auto [part, part_mean, part_inverse] = at::native_batch_norm(
+        own, weight, bias, mean, variance, /*training=*/true, momentum, epsilon);
+    rows.push_back(std::move(part));
+    means.push_back(std::move(part_mean));
+    inverses.push_back(std::move(part_inverse));
+  }
+  return layout ? all : Normalized{at::cat(rows), at::cat(means), at::cat(inverses)};
+}
+
 class SegmentedNorm : public torch::autograd::Function<SegmentedNorm> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& input,
@@ -67,26 +130,15 @@ class SegmentedNorm : public torch::autograd::Function<SegmentedNorm> {
                                const std::optional<at::Tensor>& bias, const Running& running,
                                double momentum, double epsilon) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const int64_t segments = std::ssize(running.means);
-    std::vector<at::Tensor> rows, means, inverses;  // 1 / deviation
-    for (int64_t i = 0; i < segments; ++i) {
-      const auto number = static_cast<size_t>(i);
-      auto [result, mean, inverse] = at::native_batch_norm(
-          take_rows(input, 0, i, segments), weight, bias, running.means[number],
-          running.variances[number], /*training=*/true, momentum, epsilon);
-      rows.push_back(std::move(result));
-      means.push_back(std::move(mean));
-      inverses.push_back(std::move(inverse));
-    }
-    at::Tensor result = at::cat(rows), all_means = at::cat(means), all_inverses = at::cat(inverses);
+    const Normalized all = normalize(input, weight, bias, running, momentum, epsilon);
     context->save_for_backward({input, weight.value_or(at::Tensor()), running.mean,
-                                running.variance, all_means, all_inverses});
-    context->saved_data["segments"] = segments;
+                                running.variance, all.means, all.inverses});
+    context->saved_data["segments"] = std::ssize(running.means);
     context->saved_data["epsilon"] = epsilon;
     context->saved_data["has_bias"] = bias.has_value();
-    context->mark_non_differentiable({all_means, all_inverses});
+    context->mark_non_differentiable({all.means, all.inverses});
     context->set_materialize_grads(false);
-    return {result, all_means, all_inverses};
+    return {all.rows, all.means, all.inverses};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
