@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "gemm.h"
+#include "lane_convolutions.h"
 #include "portable_kernels.h"
 #include "segment_sums.h"
 #include "tensors.h"
@@ -31,7 +32,7 @@ constexpr int64_t kPiece = 1 << 14;   // elements to copy for which a thread is 
 constexpr int64_t kColumns = 512;     // of a matrix of patches
 constexpr int64_t kMatrix = 1 << 17;  // elements of a matrix, which then stays in the L2 cache
 constexpr int64_t kTransposed = 16;   // numbers of each image at once
-constexpr int64_t kFewPositions = 64, kFewImages = 8, kFewChannels = 16;
+constexpr int64_t kFewPositions = 64, kFewChannels = 16;
 constexpr int64_t kMatrixScratch = 3, kGatheredScratch = 4, kPlanesScratch = 5;
 
 using at::IntArrayRef;
@@ -92,7 +93,7 @@ static std::vector<Part> divide(const ConvolutionShape& shape) {
   const int64_t images = std::max<int64_t>(1, kColumns / shape.positions());
   const int64_t rows = std::max<int64_t>(1, kColumns / shape.columns);
   for (int64_t image = 0; image < shape.images; image += images)
-    for (int64_t row = 0; row < shape.rows; row += images > 1 ? shape.rows : rows)
+    for (int64_t row = 0; row<shape.rows; row += images> 1 ? shape.rows : rows)
       parts.push_back({image, std::min(images, shape.images - image), row,
                        images > 1 ? shape.rows : std::min(row + rows, shape.rows)});
   return parts;
@@ -109,9 +110,8 @@ static constexpr DataType kType = std::is_same_v<T, float> ? DataType::f32 : Dat
 // Computes or continues the sums of a product.
 template <typename T>
 static void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& b,
-                     const Operand& sums, bool continues = false, const Gaps& gaps = {},
-                     const Needed& needed = {}) {
-  portable_gemm().multiply({kType<T>, m, n, k, a, b, {}, sums, 1, 0, continues, gaps, needed});
+                     const Operand& sums, bool continues = false, const Gaps& gaps = {}) {
+  portable_gemm().multiply({kType<T>, m, n, k, a, b, {}, sums, 1, 0, continues, gaps});
 }
 
 // Copies between [image][channel][position] and [channel][image, position].
@@ -210,45 +210,24 @@ static bool has_much_padding(const ConvolutionShape& shape) {
   return 10 * filled <= 9 * shape.positions() * shape.taps();
 }
 
-// The same products without those of the padding, which add zeros. The images are the innermost
-// dimension, so that the columns of a vector belong to few positions.
-template <typename T>
-static void convolve_without_padding(const ConvolutionShape& shape, const T* input, const T* weight,
-                                     T* result) {
-  const int64_t positions = shape.positions(), pixels = shape.pixels(), taps = shape.taps();
-  const int64_t even = (shape.images + at::get_num_threads() - 1) / at::get_num_threads();
-  const int64_t together = std::clamp(kColumns / positions, kFewImages, std::max(even, kFewImages));
-  const std::vector<uint64_t> reach = find_reach(shape);
-  const int64_t groups = (shape.images + together - 1) / together;
-  run_parallel(groups, find_grain(shape, groups), [&](int64_t number) {
-    const int64_t first = number * together, images = std::min(together, shape.images - first);
-    const int64_t columns = positions * images;
-    const int64_t block = std::clamp<int64_t>(kMatrix / (columns * taps), 1, shape.channels);
-    T* sums = get_scratch<T>(kGatheredScratch, shape.outputs * columns);
-    T* matrix = get_scratch<T>(kMatrixScratch, block * taps * columns);
-    std::fill(matrix, matrix + block * taps * columns, T(0));
-    for (int64_t channel = 0; channel < shape.channels; channel += block) {
-      const int64_t channels = std::min(block, shape.channels - channel);
-      T* planes = get_scratch<T>(kPlanesScratch, channels * pixels * images);
-      interleave(images, channels * pixels, input + (first * shape.channels + channel) * pixels,
-                 shape.channels * pixels, planes);
-      unfold_interleaved(shape, planes, channels, images, matrix, columns, images);
-      multiply<T>(shape.outputs, columns, channels * taps,
-                  {weight + channel * taps, shape.channels * taps, 1}, {matrix, columns, 1},
-                  {sums, columns, 1}, channel > 0, {reach.data(), images, taps});
-    }
-    separate(images, shape.outputs * positions, sums, result + first * shape.outputs * positions,
-             shape.outputs * positions);
-  });
-}
-
 template <typename T>
 static void convolve(const ConvolutionShape& shape, const T* input, const T* weight, T* result) {
-  if (has_much_padding(shape) && shape.images >= kFewImages &&
-      find_exponent(weight, shape.outputs * shape.channels * shape.taps()) >= 0)
-    return convolve_without_padding(shape, input, weight, result);
-  const std::vector<Part> parts = divide(shape);
   const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
+  const bool has_padding = shape.padding[0] || shape.padding[1];
+  // The products of the padding are zeros if the weights are finite.
+  if (!shape.is_pointwise() &&
+      (!has_padding || find_exponent(weight, shape.outputs * patch) >= 0)) {
+    const int64_t images =
+        convolve_lanes(shape, input, weight, result, has_padding, at::get_num_threads());
+    if (images == shape.images) return;
+    if (images > 0) {
+      ConvolutionShape rest = shape;
+      rest.images -= images;
+      return convolve(rest, input + images * shape.channels * shape.pixels(), weight,
+                      result + images * shape.outputs * positions);
+    }
+  }
+  const std::vector<Part> parts = divide(shape);
   const auto tasks = static_cast<int64_t>(parts.size());
   run_parallel(tasks, find_grain(shape, tasks), [&](int64_t number) {
     const Part& part = parts[static_cast<size_t>(number)];
@@ -266,6 +245,12 @@ static void convolve(const ConvolutionShape& shape, const T* input, const T* wei
     }
     if (gathered) copy_positions(shape, part, result, gathered, false);
   });
+  // Zeros have no sign, so that those of the padding may be added or not.
+  const int64_t each = shape.outputs * positions;
+  if (has_padding)
+    run_parallel(shape.images, std::max<int64_t>(1, kPiece / each), [&](int64_t image) {
+      for (int64_t i = image * each; i < (image + 1) * each; ++i) result[i] += 0;
+    });
 }
 
 // Returns how many channels a thread takes at once: about as many each time, and whole vectors.
@@ -363,60 +348,21 @@ static void compute_weight_gradient(const ConvolutionShape& shape, int64_t segme
   });
 }
 
-// The same sums without the products of positions whose pixel is beyond an edge. The images are the
-// innermost dimension, so that the columns of a vector belong to few positions.
-template <typename T>
-static void compute_input_gradient_without_padding(const ConvolutionShape& shape, const T* gradient,
-                                                   const T* weight, T* result) {
-  const int64_t positions = shape.positions(), pixels = shape.pixels(), taps = shape.taps();
-  const int64_t together = std::clamp(kColumns / positions, kFewImages, shape.images);
-  const int64_t groups = (shape.images + together - 1) / together;
-  const int64_t block = divide_channels(shape, groups, kMatrix / (together * positions * taps));
-  const int64_t blocks = (shape.channels + block - 1) / block;
-  const std::vector<uint64_t> reach = find_reach(shape);
-  // [block][output][tap][channel]
-  const std::unique_ptr<T[]> by_tap(new T[taps * shape.outputs * shape.channels]);
-  run_parallel(shape.outputs, kPiece / (shape.channels * taps), [&](int64_t output) {
-    for (int64_t channel = 0; channel < shape.channels; channel += block) {
-      const int64_t channels = std::min(block, shape.channels - channel);
-      const T* from = weight + (output * shape.channels + channel) * taps;
-      T* to = by_tap.get() + (channel * shape.outputs + output * channels) * taps;
-      for (int64_t tap = 0; tap < taps; ++tap)
-        for (int64_t i = 0; i < channels; ++i) to[tap * channels + i] = from[i * taps + tap];
-    }
-  });
-  // [group][output][position][image]
-  const std::unique_ptr<T[]> outputs(new T[shape.images * shape.outputs * positions]);
-  run_parallel(groups * shape.outputs, kPiece / (positions * together), [&](int64_t number) {
-    const int64_t first = number / shape.outputs * together, output = number % shape.outputs;
-    const int64_t images = std::min(together, shape.images - first);
-    interleave(images, positions, gradient + (first * shape.outputs + output) * positions,
-               shape.outputs * positions,
-               outputs.get() + (first * shape.outputs + output * images) * positions);
-  });
-  run_parallel(groups * blocks, find_grain(shape, groups * blocks), [&](int64_t number) {
-    const int64_t first = number / blocks * together, channel = number % blocks * block;
-    const int64_t channels = std::min(block, shape.channels - channel);
-    const int64_t images = std::min(together, shape.images - first);
-    const int64_t rows = taps * channels, columns = positions * images;
-    T* matrix = get_scratch<T>(kMatrixScratch, rows * columns);
-    multiply<T>(rows, columns, shape.outputs,
-                {by_tap.get() + channel * shape.outputs * taps, 1, rows},
-                {outputs.get() + first * shape.outputs * positions, columns, 1},
-                {matrix, columns, 1}, false, {}, {reach.data(), images, channels});
-    T* planes = get_scratch<T>(kPlanesScratch, channels * pixels * images);
-    fold_interleaved(shape, matrix, channels, images, planes);
-    separate(images, channels * pixels, planes,
-             result + (first * shape.channels + channel) * pixels, shape.channels * pixels);
-  });
-}
-
 template <typename T>
 static void compute_input_gradient(const ConvolutionShape& shape, const T* gradient,
                                    const T* weight, T* result) {
-  if (has_much_padding(shape) && shape.images >= kFewImages)
-    return compute_input_gradient_without_padding(shape, gradient, weight, result);
   const int64_t positions = shape.positions(), taps = shape.taps();
+  const int64_t images =
+      shape.is_pointwise()
+          ? 0
+          : compute_input_gradient_lanes(shape, gradient, weight, result, at::get_num_threads());
+  if (images == shape.images) return;
+  if (images > 0) {
+    ConvolutionShape rest = shape;
+    rest.images -= images;
+    return compute_input_gradient(rest, gradient + images * shape.outputs * positions, weight,
+                                  result + images * shape.channels * shape.pixels());
+  }
   // Images with few positions share a product.
   const int64_t together = std::clamp<int64_t>(kColumns / positions, 1, shape.images);
   const int64_t groups = (shape.images + together - 1) / together;
@@ -490,8 +436,6 @@ static Tensor convolution(const Tensor& input, const Tensor& weight,
     convolve(*shape, plain_input.const_data_ptr<scalar_t>(),
              plain_weight.const_data_ptr<scalar_t>(), result.mutable_data_ptr<scalar_t>());
   });
-  // Zeros have no sign, so that those of the padding may be added or not.
-  if (shape->padding[0] || shape->padding[1]) result.add_(0);
   if (has_bias) result.add_(bias->view({1, -1, 1, 1}));
   return has_channels_last(input, weight) ? with_channels_last(result) : result;
 }

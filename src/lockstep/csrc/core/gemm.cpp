@@ -17,10 +17,22 @@ namespace lockstep {
   void normalize_scores(const ScoreRows& rows, void* scores, void* sums, int64_t stride);      \
   void restore_weights(const ScoreRows& rows, void* scores, const void* sums, int64_t stride); \
   void differentiate_weights(const ScoreRows& rows, const void* weights, void* gradients);     \
+  int64_t choose_lanes(DataType type, int64_t images);                                         \
+  int64_t find_height(int64_t rows);                                                           \
+  int64_t count_factors(int64_t terms, int64_t taps);                                          \
+  void pack_factors(const DirectProduct& tile, const void* from, const FactorStrides& strides, \
+                    void* to);                                                                 \
+  void interleave_images(DataType type, int64_t lanes, int64_t images, int64_t pixels,         \
+                         const void* from, int64_t stride, void* to);                          \
+  void separate_images(DataType type, int64_t lanes, int64_t images, int64_t pixels,           \
+                       const void* from, void* to, int64_t stride);                            \
+  void multiply_planes(const DirectProduct& product);                                          \
   extern const Functions functions;                                                            \
   static const Gemm kernels{multiply,                                                          \
                             {compute_cells, differentiate_cells},                              \
                             {normalize_scores, restore_weights, differentiate_weights},        \
+                            {choose_lanes, find_height, count_factors, pack_factors,           \
+                             interleave_images, separate_images, multiply_planes},             \
                             functions,                                                         \
                             #NAME};                                                            \
   }
@@ -38,7 +50,7 @@ const Gemm* find_gemm(const char* name) {
     return &avx2::kernels;
   if (std::strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512f") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma"))
     return &avx512::kernels;
 #endif
   return nullptr;

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "direct_convolution.h"
 #include "functions.h"
 #include "kernels.h"
 #include "lstm_cell.h"
@@ -38,13 +39,6 @@ struct Gaps {
   int64_t span = 1, period = 64;
 };
 
-// The elements of the result that are needed: those of row i in column j if bit i / band of
-// rows[j / span] is set. The others are undefined.
-struct Needed {
-  const uint64_t* rows = nullptr;
-  int64_t span = 1, band = 1;
-};
-
 struct Product {
   DataType type;    // f32, f64 or bf16, of all operands
   int64_t m, n, k;  // a is m x k, b is k x n
@@ -55,7 +49,6 @@ struct Product {
   bool continues = false;
   // For finite elements of a, which changes only signs of zeros.
   Gaps gaps;
-  Needed needed;
 };
 
 struct Gemm {
@@ -63,6 +56,7 @@ struct Gemm {
   void (*multiply)(const Product& product);
   LstmCell lstm_cell;
   Softmax softmax;
+  DirectConvolution direct;
   const Functions& functions;
   const char* name;
 };

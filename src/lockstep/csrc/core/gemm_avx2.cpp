@@ -24,6 +24,7 @@ namespace lockstep::avx2 {
 #include "exponential.inc"
 #include "functions.inc"
 #include "gemm.inc"
+#include "direct_convolution.inc"
 #include "lstm_cell.inc"
 #include "softmax.inc"
 }  // namespace lockstep::avx2

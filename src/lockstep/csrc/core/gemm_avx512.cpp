@@ -14,17 +14,18 @@
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), \
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), \
                              apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
 #endif
 #define VECTOR_BYTES 64
 namespace lockstep::avx512 {
 #include "exponential.inc"
 #include "functions.inc"
 #include "gemm.inc"
+#include "direct_convolution.inc"
 #include "lstm_cell.inc"
 #include "softmax.inc"
 }  // namespace lockstep::avx512

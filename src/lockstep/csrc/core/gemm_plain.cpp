@@ -16,6 +16,7 @@ namespace lockstep::plain {
 #include "exponential.inc"
 #include "functions.inc"
 #include "gemm.inc"
+#include "direct_convolution.inc"
 #include "lstm_cell.inc"
 #include "softmax.inc"
 }  // namespace lockstep::plain

@@ -111,32 +111,11 @@ void fold(const ConvolutionShape& shape, T* matrix, int64_t pitch, int64_t chann
       }
 }
 
-template <typename T>
-void fold_interleaved(const ConvolutionShape& shape, const T* matrix, int64_t channels,
-                      int64_t images, T* planes) {
-  const int64_t pixels = shape.pixels(), columns = shape.columns;
-  std::fill(planes, planes + channels * pixels * images, T(0));
-  for (int64_t i = 0; i < shape.kernel[0]; ++i)
-    for (int64_t j = 0; j < shape.kernel[1]; ++j) {
-      const Tap tap(shape, i, j, 0, shape.rows);
-      for (int64_t c = 0; c < channels; ++c, matrix += shape.positions() * images) {
-        T* line = planes + (c * pixels + tap.line * shape.width + tap.offset) * images;
-        for (int64_t row = tap.first_row; row < tap.end_row; ++row) {
-          for (int64_t x = tap.first; x < tap.end; ++x)
-            for (int64_t image = 0; image < images; ++image)
-              line[x * tap.stride * images + image] += matrix[(row * columns + x) * images + image];
-          line += shape.stride[0] * shape.width * images;
-        }
-      }
-    }
-}
-
 #define INSTANTIATE(T)                                                                             \
   template void unfold(const ConvolutionShape&, const T*, int64_t, int64_t, int64_t, T*, int64_t); \
   template void unfold_interleaved(const ConvolutionShape&, const T*, int64_t, int64_t, T*,        \
                                    int64_t, int64_t);                                              \
-  template void fold(const ConvolutionShape&, T*, int64_t, int64_t, T*);                           \
-  template void fold_interleaved(const ConvolutionShape&, const T*, int64_t, int64_t, T*);
+  template void fold(const ConvolutionShape&, T*, int64_t, int64_t, T*);
 INSTANTIATE(float)
 INSTANTIATE(double)
 

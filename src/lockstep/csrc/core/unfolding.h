@@ -53,10 +53,4 @@ void unfold_interleaved(const ConvolutionShape& shape, const T* planes, int64_t 
 template <typename T>
 void fold(const ConvolutionShape& shape, T* matrix, int64_t pitch, int64_t channels, T* image);
 
-// The same for pixels of several images, [channel][pixel][image]: the rows are (i, j, channel), the
-// columns (y, x, image), and elements beyond the edges are not read.
-template <typename T>
-void fold_interleaved(const ConvolutionShape& shape, const T* matrix, int64_t channels,
-                      int64_t images, T* planes);
-
 }  // namespace lockstep
