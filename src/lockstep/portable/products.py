@@ -8,6 +8,7 @@ The native module replaces them by its own (`csrc/core/gemm.h`):
 | `mm`, `bmm`, `addmm`, `baddbmm`, `addmv` in all forms | float32, float64, bfloat16 |
 | `convolution`, `convolution_backward`: 2D, not transposed, one group | float32, float64 |
 | the same in all forms: in float32, and rounded once | bfloat16, float16 |
+| `max_pool2d_with_indices`, contiguous: torch's bits, faster | float32 |
 | `sqrt`, `asin`, `acos`, `atan`, `tan`, `pow(x, 0.5)` | float32, float64 |
 | `lstm`, of sequences that are not packed | float32; without oneDNN in 16-bit types |
 | those whose bits depend on the number of threads: in pieces, or on one thread | all |

@@ -89,11 +89,11 @@ static int64_t convolve_images(const ConvolutionShape& shape, bool of_input, con
 
   const int64_t tiles = divide_up(pass.rows, product.height);
   const int64_t tile_size = direct.count_factors(pass.terms, shape.taps());
-  const auto pack = [&](int64_t number, T* to) {
+  const auto pack = [&](int64_t number, int64_t place, T* to) {
     DirectProduct tile = product;
     tile.first_row = number * product.height;
     tile.rows = std::min(product.height, pass.rows - tile.first_row);
-    direct.pack_factors(tile, weight, pass.strides, to);
+    direct.pack_factors(tile, place, weight, pass.strides, to);
   };
   // Few positions need the same taps: then two vectors of images are computed together. Chunks of
   // positions are divided further, by rows, if there are more threads.
@@ -103,10 +103,11 @@ static int64_t convolve_images(const ConvolutionShape& shape, bool of_input, con
   // is needed.
   const bool packs_late = joint * distance * int64_t{sizeof(T)} <= kNearPlanes &&
                           tiles * tile_size * int64_t{sizeof(T)} > kNearFactors;
+  product.tiles = packs_late ? 1 : tiles;
   const Lines<T> factors(packs_late ? 0 : tiles * tile_size);
   if (!packs_late)
     run_parallel(tiles, std::max<int64_t>(1, kCopied / tile_size),
-                 [&](int64_t number) { pack(number, factors.get() + number * tile_size); });
+                 [&](int64_t number) { pack(number, number, factors.get()); });
   product.factors = factors.get();
 
   const int64_t rows_at_once = packs_late ? product.height : pass.rows;
@@ -151,7 +152,7 @@ static int64_t convolve_images(const ConvolutionShape& shape, bool of_input, con
       if (packs_late) {
         T* const own =
             static_cast<T*>(get_scratch(kFactorsScratch, tile_size * int64_t{sizeof(T)}));
-        pack(number % parts, own);
+        pack(number % parts, 0, own);
         part.factors = own, part.first_row = 0;
       }
       part.planes = planes.get() + vector * distance;

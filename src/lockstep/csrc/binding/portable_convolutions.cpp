@@ -202,6 +202,19 @@ static int find_exponent(const T* values, int64_t count) {
   return largest < infinite ? static_cast<int>(smallest) : -2 * static_cast<int>(infinite);
 }
 
+// Whether all numbers are finite. It is an addition that overflows into the sign, so that the loop
+// needs vectors only.
+template <typename T>
+static bool are_finite(const T* values, int64_t count) {
+  using Bits = std::conditional_t<std::is_same_v<T, float>, uint32_t, uint64_t>;
+  constexpr Bits exponent = std::bit_cast<Bits>(std::numeric_limits<T>::infinity());
+  constexpr Bits sign = ~(~Bits{0} >> 1);
+  Bits overflowed = 0;
+  for (int64_t i = 0; i < count; ++i)
+    overflowed |= (std::bit_cast<Bits>(values[i]) & exponent) + (sign - exponent);
+  return !(overflowed & sign);
+}
+
 // Whether leaving out the padding saves much.
 static bool has_much_padding(const ConvolutionShape& shape) {
   if (shape.taps() > 64 || shape.positions() > kFewPositions) return false;
@@ -210,13 +223,19 @@ static bool has_much_padding(const ConvolutionShape& shape) {
   return 10 * filled <= 9 * shape.positions() * shape.taps();
 }
 
+// Whether there are enough images for the lanes of vectors. The matrix of a pointwise kernel is the
+// image, which is faster.
+template <typename T>
+static bool fills_lanes(const ConvolutionShape& shape) {
+  return !shape.is_pointwise() && portable_gemm().direct.choose_lanes(kType<T>, shape.images) > 0;
+}
+
 template <typename T>
 static void convolve(const ConvolutionShape& shape, const T* input, const T* weight, T* result) {
   const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
   const bool has_padding = shape.padding[0] || shape.padding[1];
   // The products of the padding are zeros if the weights are finite.
-  if (!shape.is_pointwise() &&
-      (!has_padding || find_exponent(weight, shape.outputs * patch) >= 0)) {
+  if (fills_lanes<T>(shape) && (!has_padding || are_finite(weight, shape.outputs * patch))) {
     const int64_t images =
         convolve_lanes(shape, input, weight, result, has_padding, at::get_num_threads());
     if (images == shape.images) return;
@@ -353,9 +372,9 @@ static void compute_input_gradient(const ConvolutionShape& shape, const T* gradi
                                    const T* weight, T* result) {
   const int64_t positions = shape.positions(), taps = shape.taps();
   const int64_t images =
-      shape.is_pointwise()
-          ? 0
-          : compute_input_gradient_lanes(shape, gradient, weight, result, at::get_num_threads());
+      fills_lanes<T>(shape)
+          ? compute_input_gradient_lanes(shape, gradient, weight, result, at::get_num_threads())
+          : 0;
   if (images == shape.images) return;
   if (images > 0) {
     ConvolutionShape rest = shape;

@@ -80,6 +80,7 @@ void use_portable_kernels(bool enabled, const std::string& kernels) {
   register_convolutions(*library);
   register_attention(*library);
   register_functions(*library);
+  register_pooling(*library);
   register_threads(*library);
   composite = new torch::Library(torch::Library::IMPL, "aten",
                                  c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);

@@ -77,6 +77,7 @@ void register_products(torch::Library& library);
 void register_convolutions(torch::Library& library);
 void register_attention(torch::Library& library);
 void register_functions(torch::Library& library);
+void register_pooling(torch::Library& library);
 void register_threads(torch::Library& library);
 // `composite`: above autograd.
 void register_recurrent(torch::Library& library, torch::Library& composite);

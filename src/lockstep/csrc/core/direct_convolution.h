@@ -1,7 +1,7 @@
 // Convolutions of several images, of which each has a lane of a vector.
 //
 //     planes    [channel][pixel][image]         of an image or a gradient, as `interleave` writes
-//     factors   [channel][tap] or [tap][channel], for the rows of a tile
+//     factors   [channel][tap], or [tap][channel] for gradients, of the rows of a tile
 //     sums      [row][position][image]
 //
 // What element (i, j) of the kernel multiplies for some position, is a vector of the planes. So no
@@ -35,11 +35,11 @@ struct TapGroup {
 struct DirectProduct {
   DataType type;  // f32 or f64
   int64_t lanes;
-  bool adds_taps;  // as for the gradient of the input
-  bool adds_zero;  // to the sums, so that -0 becomes 0; only without `adds_taps`
-  int64_t height;  // rows of a tile
+  bool adds_taps;         // as for the gradient of the input
+  bool adds_zero;         // to the sums, so that -0 becomes 0; only without `adds_taps`
+  int64_t height, tiles;  // rows of a tile, and how many tiles are packed
   int64_t first_row, rows, terms, taps;  // the first row of a tile; a term is a channel of planes
-  const void* factors;                   // of all rows, one tile after another
+  const void* factors;                   // of all tiles
   const void* planes;
   int64_t plane;  // elements from one plane to the next
   void* sums;     // of these rows
@@ -60,9 +60,9 @@ struct DirectConvolution {
   int64_t (*find_height)(int64_t rows);
   // The elements of the packed factors of a tile.
   int64_t (*count_factors)(int64_t terms, int64_t taps);
-  // Packs the factors of the tile that begins with `first_row`, and of at most `rows` rows.
-  void (*pack_factors)(const DirectProduct& tile, const void* from, const FactorStrides& strides,
-                       void* to);
+  // Packs the factors of the tile that begins with `first_row` as tile `number` of all.
+  void (*pack_factors)(const DirectProduct& tile, int64_t number, const void* from,
+                       const FactorStrides& strides, void* to);
   // Writes a plane of `images` images whose pixels are `stride` elements apart.
   void (*interleave)(DataType type, int64_t lanes, int64_t images, int64_t pixels, const void* from,
                      int64_t stride, void* to);

@@ -20,8 +20,8 @@ namespace lockstep {
   int64_t choose_lanes(DataType type, int64_t images);                                         \
   int64_t find_height(int64_t rows);                                                           \
   int64_t count_factors(int64_t terms, int64_t taps);                                          \
-  void pack_factors(const DirectProduct& tile, const void* from, const FactorStrides& strides, \
-                    void* to);                                                                 \
+  void pack_factors(const DirectProduct& tile, int64_t number, const void* from,               \
+                    const FactorStrides& strides, void* to);                                   \
   void interleave_images(DataType type, int64_t lanes, int64_t images, int64_t pixels,         \
                          const void* from, int64_t stride, void* to);                          \
   void separate_images(DataType type, int64_t lanes, int64_t images, int64_t pixels,           \
