@@ -65,6 +65,21 @@ static std::optional<Window> find_window(const Tensor& input, int64_t dimension,
   return window;
 }
 
+// The results in a row for which an element of the window is on the image, and what it is for the
+// first of them.
+struct Span {
+  int64_t first, count, source;
+};
+
+static std::vector<Span> list_spans(const Window& columns) {
+  std::vector<Span> spans;
+  for (int64_t j = 0; j < columns.size; ++j) {
+    const int64_t first = columns.first(j), count = columns.end(j) - first;
+    if (count > 0) spans.push_back({first, count, columns.source(first, j)});
+  }
+  return spans;
+}
+
 // Compares one number of the window of each result of a row with the largest so far. NaN is the
 // largest, and the last one counts.
 template <int64_t kStride>
@@ -79,24 +94,24 @@ static void compare(const float* line, int64_t stride, int32_t number, int64_t c
   }
 }
 
-static void pool_plane(const Window& rows, const Window& columns, const float* plane, float* values,
+// `begins`: the column of the first pixel of each result in a row.
+static void pool_plane(const Window& rows, const Window& columns, const std::vector<Span>& spans,
+                       const std::vector<int32_t>& begins, const float* plane, float* values,
                        int64_t* results, int32_t* indices) {
+  const auto compare_all = columns.stride == 1   ? compare<1>
+                           : columns.stride == 2 ? compare<2>
+                                                 : compare<0>;
   for (int64_t row = 0; row < rows.results; ++row) {
     std::fill_n(values, columns.results, -std::numeric_limits<float>::infinity());
-    for (int64_t x = 0; x < columns.results; ++x)
-      indices[x] = static_cast<int32_t>(rows.begin(row) * columns.pixels + columns.begin(x));
+    const auto begin = static_cast<int32_t>(rows.begin(row) * columns.pixels);
+    for (size_t x = 0; x < begins.size(); ++x) indices[x] = begin + begins[x];
     for (int64_t i = 0; i < rows.size; ++i) {
-      if (row < rows.first(i) || row >= rows.end(i)) continue;
-      const int64_t line = rows.source(row, i) * columns.pixels;
-      for (int64_t j = 0; j < columns.size; ++j) {
-        const int64_t first = columns.first(j), count = columns.end(j) - first;
-        if (count == 0) continue;
-        const int64_t number = line + columns.source(first, j);
-        (columns.stride == 1   ? compare<1>
-         : columns.stride == 2 ? compare<2>
-                               : compare<0>)(plane + number, columns.stride,
-                                             static_cast<int32_t>(number), count, values + first,
-                                             indices + first);
+      const int64_t source = rows.source(row, i);
+      if (source < 0 || source >= rows.pixels) continue;
+      for (const Span& span : spans) {
+        const int64_t number = source * columns.pixels + span.source;
+        compare_all(plane + number, columns.stride, static_cast<int32_t>(number), span.count,
+                    values + span.first, indices + span.first);
       }
     }
     for (int64_t x = 0; x < columns.results; ++x) results[x] = indices[x];
@@ -126,11 +141,15 @@ static std::tuple<Tensor, Tensor> max_pool2d_with_indices(const Tensor& input, I
   auto* numbers = indices.mutable_data_ptr<int64_t>();
   const int64_t pixels = rows.pixels * columns.pixels, results = rows.results * columns.results;
   const int64_t work = std::max<int64_t>(1, results * rows.size * columns.size);
+  const std::vector<Span> spans = list_spans(columns);
+  std::vector<int32_t> begins;
+  for (int64_t x = 0; x < columns.results; ++x)
+    begins.push_back(static_cast<int32_t>(columns.begin(x)));
   run_parallel(shape[0] * shape[1], std::max<int64_t>(1, kParallelWork / work),
                [&, &rows = rows, &columns = columns](int64_t plane) {
                  std::vector<int32_t> row(static_cast<size_t>(columns.results));
-                 pool_plane(rows, columns, from + plane * pixels, to + plane * results,
-                            numbers + plane * results, row.data());
+                 pool_plane(rows, columns, spans, begins, from + plane * pixels,
+                            to + plane * results, numbers + plane * results, row.data());
                });
   return {values, indices};
 }

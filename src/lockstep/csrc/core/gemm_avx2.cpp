@@ -24,9 +24,10 @@ namespace lockstep::avx2 {
 #include "exponential.inc"
 #include "functions.inc"
 #include "gemm.inc"
-#include "direct_convolution.inc"
 #include "lstm_cell.inc"
 #include "softmax.inc"
+
+#include "direct_convolution.inc"  // with the vectors of gemm.inc
 }  // namespace lockstep::avx2
 #if defined(__clang__)
 #pragma clang attribute pop

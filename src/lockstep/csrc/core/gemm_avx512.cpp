@@ -25,9 +25,10 @@ namespace lockstep::avx512 {
 #include "exponential.inc"
 #include "functions.inc"
 #include "gemm.inc"
-#include "direct_convolution.inc"
 #include "lstm_cell.inc"
 #include "softmax.inc"
+
+#include "direct_convolution.inc"  // with the vectors of gemm.inc
 }  // namespace lockstep::avx512
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -16,7 +16,8 @@ namespace lockstep::plain {
 #include "exponential.inc"
 #include "functions.inc"
 #include "gemm.inc"
-#include "direct_convolution.inc"
 #include "lstm_cell.inc"
 #include "softmax.inc"
+
+#include "direct_convolution.inc"  // with the vectors of gemm.inc
 }  // namespace lockstep::plain
