@@ -92,8 +92,9 @@ static std::vector<Part> divide(const ConvolutionShape& shape) {
   std::vector<Part> parts;
   const int64_t images = std::max<int64_t>(1, kColumns / shape.positions());
   const int64_t rows = std::max<int64_t>(1, kColumns / shape.columns);
+  const int64_t step = images > 1 ? shape.rows : rows;
   for (int64_t image = 0; image < shape.images; image += images)
-    for (int64_t row = 0; row<shape.rows; row += images> 1 ? shape.rows : rows)
+    for (int64_t row = 0; row < shape.rows; row += step)
       parts.push_back({image, std::min(images, shape.images - image), row,
                        images > 1 ? shape.rows : std::min(row + rows, shape.rows)});
   return parts;
