@@ -1277,6 +1277,7 @@ JOINED_LOSSES = {
     "the sum of logits": (nn.BCEWithLogitsLoss(reduction="sum"), rates),
     "probabilities": (lambda o, y: F.binary_cross_entropy(o.sigmoid(), y, weight=y), rates),
     "a mean": (difference(torch.mean), rates),
+    "a mean in float64": (difference(partial(torch.mean, dtype=torch.float64)), rates),
     "the sum of two": (lambda o, y: F.cross_entropy(o, y) + o.square().mean(), data),
     "the mean of the columns of a matrix": (difference(lambda x: x.t().mean()), rates),
     "random numbers": (Drawing(), data),
@@ -1285,6 +1286,9 @@ SEPARATE_LOSSES = {
     "a number of samples": lambda o, y: F.kl_div(o.log_softmax(1), y, reduction="batchmean"),
     "a mean over samples first": difference(lambda x: x.mean(0).mean()),
     "weights of logits": lambda o, y: F.binary_cross_entropy_with_logits(o, y, weight=y),
+    "a loss for eight columns": lambda o, y: (
+        (o[:, :8] + 0 * o.detach().mean()).square() * y[:, :8]
+    ).mean(),
     "a value": difference(lambda x: x.mean() * (1 if x.mean().item() < 1e9 else 2)),
 }
 

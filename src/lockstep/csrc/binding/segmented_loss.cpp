@@ -99,8 +99,8 @@ static at::Tensor spread(const c10::OperatorHandle& op, const at::Tensor& gradie
   const bool is_logits = op.schema().name() == kLogits;
   const bool is_mean =
       is_logits ? values[4].toInt() == at::Reduction::Mean : op.schema().name() != kSum;
-  at::Tensor rows = gradient.to(samples.scalar_type());
-  if (is_mean && !is_logits) rows = rows / each;
+  at::Tensor rows = is_mean && !is_logits ? gradient / each : gradient;
+  rows = rows.to(samples.scalar_type());
   rows = rows.unsqueeze(1).expand({segments, each}).reshape(samples.sizes());
   if (is_logits) rows = (samples.sigmoid() - saved[1]).mul_(rows);
   if (is_logits && is_mean) rows.div_(each);

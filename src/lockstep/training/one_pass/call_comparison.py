@@ -158,6 +158,7 @@ class CallComparison:
         self._given = given
         self.has_rows = any(dimension is not None for dimension in [*given, *returned])
         self._refuse_kinds(given, is_backward=is_backward)
+        self._refuse_broadcast(given)
         if self._one.has_drawn or self._several.has_drawn:
             if is_backward:
                 raise CannotJoin(f"{self._name} draws random numbers in the backward pass")
@@ -242,6 +243,22 @@ class CallComparison:
         is_convolution = self._kind in CONVOLUTIONS and not is_backward and 0 in rows
         if is_convolution and tensors[0].sizes[rows[0]] == 1:
             raise CannotJoin(f"{self._name} rounds one sample in another way than several")
+
+    def _refuse_broadcast(self, given: Sequence[int | None]) -> None:
+        """Raise CannotJoin if losses, one per micro-batch, meet what has more dimensions.
+
+        Their rows would be matched with the last dimension, where its size is by chance their
+        number.
+        """
+        tensors = list_tensors(self._one.arguments)
+        has_losses = any(
+            tensors[n].is_floating_point and [*tensors[n].sizes] == [1]
+            for n, _ in _list_rows(given)
+        )
+        if not has_losses or self._kind in LOSSES | BATCH_NORMS:
+            return
+        if any(len(tensor.sizes) > 1 for tensor in tensors):
+            raise CannotJoin(f"{self._name} gets one number for all samples of a micro-batch")
 
     def _refuse_writes(self, given: Sequence[int | None]) -> None:
         """Raise CannotJoin if samples decide what is written, or which part of a tensor is used."""
