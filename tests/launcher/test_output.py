@@ -43,6 +43,19 @@ def test_the_last_lines_are_kept_of_both_streams(monkeypatch):
     assert list(shown(b"one\ntwo")[1].last_lines) == [b"one", b"two", b"to the log alone"]
 
 
+def test_what_was_written_before_a_hidden_traceback_is_shown():
+    console = io.BytesIO()
+    output = RankOutput(3, None, (None, console))
+    traceback = b"Traceback (most recent call last):\n  File train.py\n"
+    os.write(output.streams[1].writing, b"no checkpoint\n" + traceback)
+    output.hide_stderr("lost the connection")
+    os.write(output.streams[1].writing, b"RuntimeError\n")
+    output.close_writing_ends()
+    output.close()
+    assert console.getvalue() == b"[3] no checkpoint\n[3] lost the connection\n"
+    assert output.last_lines[-1] == b"RuntimeError"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_ends_the_log_but_not_the_run(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,6 +37,7 @@ MAX_LINE = 1 << 16  # bytes
 PROMPT_DELAY = 0.3  # seconds that an unfinished line waits for its end
 REFRESH = 1.0  # seconds between two states of a line that is overwritten
 LAST_LINES = 20
+TRACEBACK = b"Traceback (most recent call last)"
 COLOURS = (36, 33, 35, 32, 34, 31)  # of the prefixes, by rank
 
 
@@ -145,10 +147,25 @@ class RankOutput:
         return True
 
     def hide_stderr(self, sentence: str = "") -> None:
-        """Stop showing stderr, after an optional last sentence; the log still gets all of it."""
+        """Stop showing stderr, after an optional last sentence; the log still gets all of it.
+
+        The report that asks for this may arrive before what the rank has written earlier, or after
+        its traceback.
+        """
         errors = self.streams[1]
-        self._show(errors, [*errors.lines.take_rest(), *([sentence.encode()] if sentence else [])])
+        lines: list[bytes] = []
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(MAX_PIPE // CHUNK):
+                if not (data := os.read(errors.reading, CHUNK)):
+                    break
+                self._write_log(data)
+                lines += errors.lines.feed(data, time.monotonic())
+        lines += errors.lines.take_rest()
+        shown = [*takewhile(lambda line: not line.startswith(TRACEBACK), lines)]
+        hidden = lines[len(shown) :]
+        self._show(errors, [*shown, *([sentence.encode()] if sentence else [])])
         errors.console = None
+        self._show(errors, hidden)
 
     def show_overdue(self) -> None:
         """Show unfinished lines that have waited long enough."""

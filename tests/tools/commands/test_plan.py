@@ -71,7 +71,7 @@ def test_a_script_that_would_go_on_for_ever(plan, monkeypatch):
     assert measured["outputs"] == [4 * 4, 4, 4 * 2]
     # The 4 M numbers after tanh, and as many before it or gradients.
     assert 2 * 16_000_000 <= measured["activations"] < 3 * 16_000_000
-    assert 0 <= measured["unused"] < 600_000_000
+    assert 0 <= measured["unused"] < 700_000_000
     assert measured["process"] > 10_000_000
     replicated, shared, _, sharded, stages = found["storages"]
     assert found["choice"] == replicated["argument"] == 'storage="replicated"'

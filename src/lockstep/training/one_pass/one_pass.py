@@ -218,7 +218,8 @@ class OnePass:
         try:
             attempt.results = self._compute(attempt)
         except Exception as error:
-            attempt.error = error
+            # Its frames would keep the tensors of the pass.
+            attempt.error = error.with_traceback(None)
 
     def _compute(self, attempt: PassAttempt) -> PassResults:
         """Compute micro-batches together.
@@ -374,7 +375,8 @@ class OnePass:
         """
         if not used:
             raise CannotJoin("the loss does not depend on the outputs")
-        attempt.before_backward()
+        if attempt.before_backward is not None:
+            attempt.before_backward()
         state = self._scopes.read_states()
         attempt.backward.run(lambda: run_from_roots(used))
         attempt.backward.finish(self._parameters)

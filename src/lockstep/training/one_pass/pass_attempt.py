@@ -166,6 +166,7 @@ class PassAttempt:
 
     Attributes:
         before_backward: Called between forward and backward; raises `CannotJoin` to end the pass.
+            None: nothing is.
         buffers_after: The buffers after each micro-batch; empty before the end of forward.
         results: The results; None before the end.
         error: Why there are none.
@@ -187,7 +188,7 @@ class PassAttempt:
         self.forward = forward
         self.backward = backward
         self.joins_losses = joins_losses
-        self.before_backward: Callable[[], None] = lambda: None
+        self.before_backward: Callable[[], None] | None = None
         self.buffers_after: list[list[torch.Tensor]] = []
         self.results: PassResults | None = None
         self.error: Exception | None = None
@@ -219,7 +220,9 @@ class PassAttempt:
     def take(self) -> PassResults:
         """Return the results, or raise the error."""
         if self.error is not None:
-            raise self.error
+            error = self.error
+            self.error = None  # which would refer to this attempt, and keep its tensors
+            raise error
         assert self.results is not None
         return self.results
 

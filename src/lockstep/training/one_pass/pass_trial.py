@@ -420,6 +420,7 @@ class Trial:
         plans: list[PlannedCalls] = []
         together.before_backward = lambda: plans.append(self._plan_pass(alone, together))
         yield together
+        together.before_backward = None  # whose reference to the pass would keep its tensors
         together.take()
         self._discard()
         plans.append(self._plan_pass(alone, together, is_backward=True))
