@@ -1293,6 +1293,22 @@ SEPARATE_LOSSES = {
 }
 
 
+class Weighing:
+    """Batches whose micro-batches have equal weights first, and their own ones later."""
+
+    def __init__(self, make):
+        self.make = make
+        self.is_weighing = False
+
+    def __iter__(self):
+        for step in range(STEPS + 1):
+            self.is_weighing = step >= STEPS - 1
+            yield self.make()
+
+    def weigh(self, batch):
+        return batch[0].abs().mean() if self.is_weighing else 1.0
+
+
 @pytest.fixture(scope="module")
 def losses():
     """What passes do with every loss, and whether they have computed all losses together."""
@@ -1302,9 +1318,10 @@ def losses():
         kinds.append(self.joins_losses)
         return original(self, *arguments)
 
-    def compare_loss(loss, batches):
+    def compare_loss(loss, batches, **options):
         kinds.clear()
-        return compare(JOINED["linear layers"], loss=loss, batches=batches), {*kinds}
+        found = compare(JOINED["linear layers"], loss=loss, batches=batches, **options)
+        return found, {*kinds}
 
     original = pass_trial.JoinedPass.attempt
 
@@ -1324,6 +1341,9 @@ def losses():
             for first in (4, 5):
                 growing = Growing(first)
                 found[first] = compare_loss(growing, growing)
+            for name, (loss, make) in JOINED_LOSSES.items():
+                batches = Weighing(make)
+                found[f"{name}, weighed"] = compare_loss(loss, batches, loss_weight=batches.weigh)
             return found
 
     return on_portable_ranks(compare_all)[0]
@@ -1332,6 +1352,11 @@ def losses():
 @pytest.mark.parametrize("name", JOINED_LOSSES)
 def test_the_losses_of_all_micro_batches_are_computed_together(name, losses):
     assert losses[name] == ((True, 8 * (STEPS - 3), ""), {True})
+
+
+@pytest.mark.parametrize("name", JOINED_LOSSES)
+def test_the_weights_of_micro_batches_may_differ_later(name, losses):
+    assert losses[f"{name}, weighed"] == ((True, 8 * 2, ""), {True})
 
 
 @pytest.mark.parametrize("name", SEPARATE_LOSSES)

@@ -69,6 +69,13 @@ static bool is_reduced(const c10::OperatorHandle& op, const c10::IValue* given) 
   return !reduction || given[*reduction].toInt() != at::Reduction::None;
 }
 
+// Returns the dimension of the rows of a tensor; 0 if there is one micro-batch only.
+static int64_t find_dimension(const Slices& slices, size_t position) {
+  for (const auto& [sliced, dimension] : slices)
+    if (sliced == position) return dimension;
+  return 0;
+}
+
 // Calls an operator for each micro-batch; returns the tensors that it returns for each.
 static std::vector<std::vector<at::Tensor>> call_each(const c10::OperatorHandle& op,
                                                       const Stack& given, int64_t segments,
@@ -88,10 +95,21 @@ static std::vector<std::vector<at::Tensor>> call_each(const c10::OperatorHandle&
   return results;
 }
 
+// Returns the numbers of the micro-batches, each at all elements of its rows.
+static at::Tensor repeat_rows(const at::Tensor& numbers, at::IntArrayRef sizes, int64_t dimension) {
+  const int64_t segments = numbers.numel(), rows = sizes[static_cast<size_t>(dimension)];
+  std::vector<int64_t> one_per_row(sizes.size(), 1);
+  one_per_row[static_cast<size_t>(dimension)] = rows;
+  const at::Tensor repeated = numbers.unsqueeze(1).expand({segments, rows / segments});
+  return repeated.reshape(one_per_row).expand(sizes).contiguous();
+}
+
 // The gradient of samples, given that of the mean or the sum of each micro-batch, which a pass does
 // not see. For logits this is torch's formula without weights.
+//
+// `dimension`: that of the rows of the samples.
 static at::Tensor spread(const c10::OperatorHandle& op, const at::Tensor& gradient,
-                         const variable_list& saved, const c10::IValue* values) {
+                         const variable_list& saved, const c10::IValue* values, int64_t dimension) {
   const c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKey::TESTING_ONLY_GenericMode);
   CHECK_ARGUMENT(!at::GradMode::is_enabled(), "a second derivative of a mean has no rows");
   const at::Tensor& samples = saved[0];
@@ -101,7 +119,7 @@ static at::Tensor spread(const c10::OperatorHandle& op, const at::Tensor& gradie
       is_logits ? values[4].toInt() == at::Reduction::Mean : op.schema().name() != kSum;
   at::Tensor rows = is_mean && !is_logits ? gradient / each : gradient;
   rows = rows.to(samples.scalar_type());
-  rows = rows.unsqueeze(1).expand({segments, each}).reshape(samples.sizes());
+  rows = repeat_rows(rows, samples.sizes(), dimension);
   if (is_logits) rows = (samples.sigmoid() - saved[1]).mul_(rows);
   if (is_logits && is_mean) rows.div_(each);
   return rows;
@@ -132,6 +150,7 @@ class SegmentedLoss : public torch::autograd::Function<SegmentedLoss> {
     }
     context->save_for_backward(saved);
     context->saved_data["values"] = c10::ivalue::Tuple::create(std::move(values));
+    context->saved_data["dimension"] = find_dimension(slices, 0);
     context->saved_data["operators"] = static_cast<int64_t>(&operators - list_operators().data());
     context->set_materialize_grads(false);
     return results;
@@ -145,7 +164,8 @@ class SegmentedLoss : public torch::autograd::Function<SegmentedLoss> {
     const variable_list saved = context->get_saved_variables();
     const Operators& operators = list_operators()[number];
     if (!operators.backward) {
-      results[0] = spread(operators.forward, gradients[0], saved, values.begin());
+      results[0] = spread(operators.forward, gradients[0], saved, values.begin(),
+                          context->saved_data["dimension"].toInt());
       return results;
     }
     Stack stack = {gradients[0]};
@@ -183,9 +203,7 @@ static void call_gradient(const c10::OperatorHandle& op, Stack* stack, int64_t s
                           const Slices& slices) {
   const Stack given(stack->end() - std::ssize(op.schema().arguments()), stack->end());
   torch::jit::drop(*stack, given.size());
-  int64_t dimension = 0;
-  for (const auto& [position, of_rows] : slices)
-    if (position == 1) dimension = of_rows;  // of the samples, as in their gradient
+  const int64_t dimension = find_dimension(slices, 1);  // of the samples, as in their gradient
   stack->emplace_back(at::cat(call_each(op, given, segments, slices).front(), dimension));
 }
 
