@@ -136,15 +136,20 @@ class RankOutput:
 
     def read(self, stream: Stream) -> bool:
         """Read what is available; return False at the end of the stream."""
+        lines = self._take(stream)
+        self._show(stream, lines or [])
+        return lines is not None
+
+    def _take(self, stream: Stream) -> list[bytes] | None:
+        """Return the lines that what is available completes; None at the end of the stream."""
         try:
             data = os.read(stream.reading, CHUNK)
         except BlockingIOError:
-            return True
+            return []
         if not data:
-            return False
+            return None
         self._write_log(data)
-        self._show(stream, stream.lines.feed(data, time.monotonic()))
-        return True
+        return stream.lines.feed(data, time.monotonic())
 
     def hide_stderr(self, sentence: str = "") -> None:
         """Stop showing stderr, after an optional last sentence; the log still gets all of it.
@@ -153,13 +158,8 @@ class RankOutput:
         its traceback.
         """
         errors = self.streams[1]
-        lines: list[bytes] = []
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(MAX_PIPE // CHUNK):
-                if not (data := os.read(errors.reading, CHUNK)):
-                    break
-                self._write_log(data)
-                lines += errors.lines.feed(data, time.monotonic())
+        taken = (self._take(errors) for _ in range(MAX_PIPE // CHUNK))
+        lines = [line for some in taken for line in some or ()]
         lines += errors.lines.take_rest()
         shown = [*takewhile(lambda line: not line.startswith(TRACEBACK), lines)]
         hidden = lines[len(shown) :]

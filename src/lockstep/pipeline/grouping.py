@@ -96,7 +96,7 @@ class GroupSizeTuner:
     Attributes:
         limits: What the stages have reported: the largest size for which they have memory, and the
             largest that one of them computes in one pass.
-        fixed: The size to choose wherever it is allowed, for measurements; None: the fastest one.
+        fixed: A size to use wherever it is allowed, for a benchmark. None: the fastest is chosen.
     """
 
     def __init__(self) -> None:

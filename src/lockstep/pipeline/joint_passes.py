@@ -175,8 +175,13 @@ class JointPasses(Protocol):
     def note_input_gradients(self, index: int, made: Sequence[torch.Tensor | None]) -> None:
         """Note the gradients of its input."""
 
-    def note_parameters(self, index: int, computed: ComputedMicrobatch | None) -> None:
-        """Note the gradients in `.grad`, and the loss in the last stage."""
+    def note_parameters(self, index: int, computed: Sequence[ComputedMicrobatch]) -> None:
+        """Note the gradients in `.grad` of a micro-batch, and its loss, if it has one.
+
+        Args:
+            index: Its index.
+            computed: The losses of all micro-batches so far; empty before the last stage.
+        """
 
     def compare(self, index: int) -> None:
         """Compare single passes with one, after the micro-batch is complete."""

@@ -430,9 +430,7 @@ class ScheduleExecutor:
         self._missing[stage.number].pop(0)
         if passes is not None:
             is_last = self.pipeline.links[stage.number].outputs is None
-            computed = self.step.computed if is_last else ()
-            own = [one for one in computed if one.microbatch.index == index]
-            passes.note_parameters(index, own[0] if own else None)
+            passes.note_parameters(index, self.step.computed if is_last else ())
         if self.step.observers:
             gradients = stage.gradients.hash_current
             buffers = stage.buffers.current

@@ -21,7 +21,7 @@ import pytest_lockstep
 from lockstep.kernel.errors import StoppedError
 from lockstep.pipeline.grouping import GroupSizeTuner
 from lockstep.training import model_setup
-from lockstep.training.one_pass import stage_passes
+from lockstep.training.one_pass import pass_trial, stage_passes
 from lockstep.training.one_pass.pass_trial import KnownPasses
 from lockstep.training.one_pass.stage_passes import StagePasses
 
@@ -239,7 +239,7 @@ def train(make, stages, schedule=None, size=1, batches=None, **options):
     """Return what must be the same in every layout, the counts of passes, and the note."""
     counts = {"joint": 0, "repeated forward": 0, "repeated backward": 0}
     count_forward, count_backward = counting(counts)
-    schedule_once = mock.patch.object(stage_passes, "SCHEDULE", Once())
+    schedule_once = mock.patch.object(pass_trial, "SCHEDULE", Once())
     with set_size(size), count_forward, count_backward, schedule_once:
         torch.manual_seed(0)
         trainer = make_trainer(make(), stages, schedule, **options)
@@ -287,7 +287,7 @@ def train_at_random(seeds):
         for patch in (
             mock.patch.object(ls, "AuditConfig", return_value=False),
             mock.patch.object(training, "_batches", repeat),
-            mock.patch.object(stage_passes, "SCHEDULE", Once()),
+            mock.patch.object(pass_trial, "SCHEDULE", Once()),
             mock.patch.object(GroupSizeTuner, "choose", choose),
             *counting(counts),
         ):
@@ -481,7 +481,7 @@ def test_a_failure_in_a_joint_pass_names_its_micro_batch():
         table = Applies(look_up, table=nn.Embedding(1, 64))
         model = in_blocks(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), table)
         counts = {"joint": 0, "repeated forward": 0, "repeated backward": 0}
-        patches = (set_size(4), mock.patch.object(stage_passes, "SCHEDULE", Once()))
+        patches = (set_size(4), mock.patch.object(pass_trial, "SCHEDULE", Once()))
         with ExitStack() as stack:
             for patch in (*patches, *counting(counts)):
                 stack.enter_context(patch)

@@ -279,7 +279,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("restart", &SegmentedCalls::restart)
       .def("seed", &SegmentedCalls::seed, py::arg("prefixes"), py::arg("scope"), py::arg("call"))
       .def("finish", &SegmentedCalls::finish, py::arg("parameters"))
-      .def("note_samples", &SegmentedCalls::note_samples, py::arg("tensors"))
       .def("find_statistics", &SegmentedCalls::find_statistics, py::arg("running"))
       .def_property_readonly("statistics", &SegmentedCalls::count_statistics)
       .def_property_readonly("reads_statistics", &SegmentedCalls::reads_statistics)

@@ -46,7 +46,6 @@ class SegmentedCalls : public PassCalls {
   SegmentedCalls(const std::vector<Expected>& calls, int64_t segments, bool joins_losses);
   void call(const c10::OperatorHandle& op, Stack* stack) override;
   void restart();
-  void note_samples(const std::vector<at::Tensor>&) {}
   // Adds the parts of the gradients of parameters, after the backward pass.
   void finish(const std::vector<at::Tensor>& parameters);
   // Seeds the generator of each micro-batch for a call of a scope, when an operator draws. The

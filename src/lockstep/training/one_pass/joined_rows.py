@@ -15,10 +15,7 @@ from lockstep.pipeline.joint_passes import GivenInput, JointOutputs
 from lockstep.pipeline.split_backward import GraphInput
 from lockstep.training.one_pass.call_comparison import CannotJoin
 
-__all__ = ["StageForward", "cut_parts", "join_given", "join_inputs"]
-
-ALIGNMENT = 64
-"""The bytes of which the addresses of separate tensors are multiples."""
+__all__ = ["StageForward", "join_given", "join_inputs"]
 
 
 @dataclass
@@ -77,16 +74,3 @@ def join_given(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     if len(present) < len(gradients) or present[0].dim() == 0:
         raise CannotJoin("the losses of some micro-batches do not depend on an output")
     return _join_rows(present)
-
-
-def cut_parts(tensor: torch.Tensor, segments: int) -> list[torch.Tensor]:
-    """Return the rows of each micro-batch, detached, aligned and with the strides of the tensor."""
-    if tensor.dim() == 0 or tensor.shape[0] % segments:
-        raise CannotJoin("a tensor between stages does not have one row per sample")
-    rows = tensor.shape[0] // segments
-    is_aligned = rows * tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
-    parts = tensor.detach().split(rows) if rows else [tensor.detach()] * segments
-    return [
-        (part if is_aligned else part.clone()).requires_grad_(tensor.requires_grad)
-        for part in parts
-    ]

@@ -26,7 +26,6 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lockstep.audit.audit_config import AuditConfig
 from lockstep.data.microbatch import join_samples, map_tensors
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
@@ -54,10 +53,11 @@ from lockstep.training.one_pass.pass_attempt import (
     RecordedPass,
     cut_rows,
     describe_shapes,
-    join_gradients,
+    find_roots,
     run_from_roots,
 )
 from lockstep.training.one_pass.pass_trial import (
+    SCHEDULE,
     KnownPasses,
     PassKind,
     Trial,
@@ -65,9 +65,6 @@ from lockstep.training.one_pass.pass_trial import (
 )
 
 __all__ = ["OnePass", "OnePassNotes", "can_join"]
-
-SCHEDULE = AuditConfig()
-"""The steps in which a pass is compared with separate passes again."""
 
 
 # It has many attributes: what a pass is computed with, and what is known about passes.
@@ -242,7 +239,7 @@ class OnePass:
                 loss, _ = compute_results(self._parallel.loss, {}, outputs, data, where)
             return outputs
 
-        if attempt.joins_losses:
+        if attempt.joins_losses and isinstance(attempt.forward, RecordedPass):
             tensors: list[torch.Tensor] = []
             map_tensors(tensors.append, data)
             attempt.forward.note_samples(tensors)
@@ -256,7 +253,8 @@ class OnePass:
             self._add_metrics(attempt, results, outputs)
             self.run_from_outputs(attempt, [root])
         else:
-            self._run_from_losses(attempt, results, outputs)
+            used = self.differentiate_losses(attempt, results, outputs, self._scopes.last_call)
+            self.run_from_outputs(attempt, used)
         return results
 
     def _find_root(self, attempt: PassAttempt, losses: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,12 +291,17 @@ class OnePass:
             with attempt.use_buffers(number):
                 results.metrics.append(compute_metrics(self._metrics, own, about, where))
 
-    def _run_from_losses(self, attempt: PassAttempt, results: PassResults, outputs: Any) -> None:
-        """Compute the loss of each micro-batch from its outputs, and run backward."""
+    def differentiate_losses(
+        self, attempt: PassAttempt, results: PassResults, outputs: Any, last_call: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Compute the loss of each micro-batch; return the outputs used, with their gradients.
+
+        Raises:
+            CannotJoin: The micro-batches have to be computed one by one.
+        """
         step = attempt.step
         group = attempt.group
         leaves, cuts, parts = self._cut_outputs(outputs, len(group))
-        last_call = self._scopes.last_call
         roots = []
         for number, (part, own) in enumerate(zip(group, parts, strict=True)):
             with attempt.use_buffers(number):
@@ -306,10 +309,12 @@ class OnePass:
             roots.append(self._roots.find(loss, step.shares[part.index]))
             results.losses.append(loss.detach())
             results.metrics.append(metrics)
+        state = self._scopes.read_states()
         run_from_roots(roots)  # together, since to start the engine takes as long as a loss
+        self._require_states(state)
         if any(parameter.grad is not None for parameter in self._parameters):
             raise CannotJoin("the loss uses parameters of the model")
-        self.run_backward(attempt, leaves, cuts)
+        return find_roots(leaves, cuts)
 
     def begin_forward(self, attempt: PassAttempt, last_call: int = 0) -> object:
         """Prepare buffers and generators; return the states of the latter, which do not change.
@@ -353,18 +358,6 @@ class OnePass:
             raise CannotJoin("batch norm writes running statistics that are no buffers")
         attempt.buffers_after = [[part[number] for part in parts] for number in range(segments)]
 
-    def run_backward(
-        self, attempt: PassAttempt, leaves: Sequence[Any], cuts: Sequence[Sequence[Any]]
-    ) -> None:
-        """Run backward from the outputs, with the gradients of their parts.
-
-        Raises:
-            CannotJoin: The micro-batches have to be computed one by one.
-        """
-        roots = [(leaf, join_gradients(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
-        used = [(leaf, gradient) for leaf, gradient in roots if gradient is not None]
-        self.run_from_outputs(attempt, used)
-
     def run_from_outputs(
         self, attempt: PassAttempt, used: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
@@ -380,6 +373,10 @@ class OnePass:
         state = self._scopes.read_states()
         attempt.backward.run(lambda: run_from_roots(used))
         attempt.backward.finish(self._parameters)
+        self._require_states(state)
+
+    def _require_states(self, state: object) -> None:
+        """Raise CannotJoin if the generators have other states after a backward pass."""
         if self._scopes.read_states() != state:
             raise CannotJoin("the backward pass draws random numbers")
 

@@ -24,15 +24,21 @@ __all__ = [
     "Pass",
     "PassAttempt",
     "RecordedPass",
+    "cut_parts",
     "cut_rows",
     "describe_shapes",
-    "join_gradients",
+    "find_roots",
     "list_calls",
     "list_names",
     "make_recorded",
     "run_from_roots",
     "take_calls",
 ]
+
+ALIGNMENT = 64
+"""The bytes of which the addresses of separate tensors are multiples."""
+
+UNCUT = "an output does not have one row per sample"
 
 READS = ("numpy", "tolist")
 """Methods of a tensor that return values without an operator."""
@@ -55,9 +61,6 @@ class Pass(Protocol):
 
     def finish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Complete the gradients of parameters after the backward pass."""
-
-    def note_samples(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note the tensors of the batch, what is computed from which may have a loss."""
 
     @property
     def statistics(self) -> int:
@@ -108,7 +111,7 @@ class RecordedPass:
         """Leave the gradients of parameters, which are not used."""
 
     def note_samples(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note the tensors of the batch."""
+        """Note the tensors of the batch: what is computed from them may have a loss."""
         self.recorded.note_samples(tensors)
 
     def find_statistics(self, running: torch.Tensor) -> None:
@@ -265,17 +268,33 @@ def cut_rows(leaf: Any, segments: int) -> Sequence[Any]:
     if not isinstance(leaf, torch.Tensor):
         is_value = leaf is None or isinstance(leaf, (bool, int, float, str))
         return [leaf if is_value else _UncutOutput(leaf)] * segments
-    if leaf.dim() == 0 or leaf.shape[0] % segments or not leaf.is_contiguous():
-        raise CannotJoin("an output does not have one row per sample")
-    # Aligned as the outputs of separate passes.
-    is_aligned = leaf[0].numel() * leaf.element_size() * (leaf.shape[0] // segments) % 64 == 0
-    parts = leaf.detach().chunk(segments)
+    if not leaf.is_contiguous():
+        raise CannotJoin(UNCUT)
+    return cut_parts(leaf, segments)
+
+
+def cut_parts(tensor: torch.Tensor, segments: int) -> list[torch.Tensor]:
+    """Return the rows of each micro-batch, detached, aligned and with the strides of the tensor."""
+    if tensor.dim() == 0 or tensor.shape[0] % segments:
+        raise CannotJoin(UNCUT)
+    rows = tensor.shape[0] // segments
+    is_aligned = rows * tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
+    parts = tensor.detach().split(rows) if rows else [tensor.detach()] * segments
     return [
-        (part if is_aligned else part.clone()).requires_grad_(leaf.requires_grad) for part in parts
+        (part if is_aligned else part.clone()).requires_grad_(tensor.requires_grad)
+        for part in parts
     ]
 
 
-def join_gradients(cuts: Sequence[Any]) -> torch.Tensor | None:
+def find_roots(
+    leaves: Sequence[Any], cuts: Sequence[Sequence[Any]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the outputs whose parts have gradients, with these."""
+    roots = [(leaf, _join_gradients(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
+    return [(leaf, gradient) for leaf, gradient in roots if gradient is not None]
+
+
+def _join_gradients(cuts: Sequence[Any]) -> torch.Tensor | None:
     """Return the gradients of an output; None if it has none."""
     gradients = [cut.grad if isinstance(cut, torch.Tensor) else None for cut in cuts]
     present = [gradient for gradient in gradients if gradient is not None]

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.repetition_trace import StateWatch
 from lockstep.comm.native_module import load_native
 from lockstep.kernel.batch import Microbatch
@@ -39,6 +40,9 @@ from lockstep.training.one_pass.pass_attempt import (
 from lockstep.training.one_pass.pass_plan import PlannedCalls, count_bytes, plan_pass
 
 __all__ = ["JoinedPass", "KnownPasses", "PassKind", "Trial", "discard_results"]
+
+SCHEDULE = AuditConfig()
+"""The steps in which a pass is compared with separate passes again."""
 
 MOST_BYTES = 128 << 20
 """The bytes that a pass may keep for its backward pass: with more of them per micro-batch, the time
@@ -145,6 +149,7 @@ class KnownPasses:
         self._tried: set[PassKind] = set()
         self._changes = Counter[PassKind]()
         self._separate_losses: set[PassKind] = set()
+        self._steps = Counter[PassKind]()
         self.note = ""
 
     def find(self, kind: PassKind) -> JoinedPass | None:
@@ -202,6 +207,14 @@ class KnownPasses:
     def withdraw_trial(self, kind: PassKind) -> None:
         """Count a trial no more, which has ended before all micro-batches were computed."""
         self._tried.discard(kind)
+
+    def count_step(self, kind: PassKind) -> None:
+        """Count a step in which micro-batches were compared, or computed together."""
+        self._steps[kind] += 1
+
+    def is_due(self, kind: PassKind) -> bool:
+        """Return whether a pass is compared again, by the number of steps that were counted."""
+        return SCHEDULE.is_audited(self._steps[kind])
 
     def explain(self, reason: str) -> None:
         """Set the note, unless there is one."""
@@ -353,7 +366,7 @@ class Trial:
         if joined is not None:
             try:
                 return (yield from self._compare(watch, joined))
-            except Exception:
+            except Exception:  # also one that the changed model raises
                 if not joined.find_difference():
                     raise
                 known.forget(self._kind)
@@ -361,15 +374,14 @@ class Trial:
                     raise
             self._discard()
             self.is_new = True
-        modes = self._loss_modes
-        if not known.may_join_losses(self._kind):
-            modes = modes[-1:]
-        for self._joins_losses in modes[:-1]:
+        *earlier, last = self._loss_modes
+        for joins_losses in earlier if known.may_join_losses(self._kind) else ():
+            self._joins_losses = joins_losses
             try:
                 return (yield from self._compare(watch, (yield from self._plan())))
             except Exception:  # which may be that of a loss
                 self._discard()
-        self._joins_losses = modes[-1]
+        self._joins_losses = last
         return (yield from self._compare(watch, (yield from self._plan())))
 
     def _compare(

@@ -27,9 +27,14 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.one_pass.call_comparison import CannotJoin
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.grouped_samples import average
-from lockstep.training.one_pass.one_pass import SCHEDULE, OnePass
-from lockstep.training.one_pass.pass_attempt import PassAttempt, cut_rows, run_from_roots
-from lockstep.training.one_pass.pass_trial import PassKind, Trial
+from lockstep.training.one_pass.one_pass import OnePass
+from lockstep.training.one_pass.pass_attempt import (
+    PassAttempt,
+    cut_rows,
+    find_roots,
+    run_from_roots,
+)
+from lockstep.training.one_pass.pass_trial import Trial
 
 __all__ = ["ScriptPass", "ScriptPasses"]
 
@@ -47,7 +52,6 @@ class ScriptPasses(OnePass):
         roots: LossRoot,
     ) -> None:
         super().__init__(parallel, called, modules, {}, scopes, roots)
-        self._opened: dict[PassKind, int] = {}  # the steps with a kind of micro-batches
 
     @property
     def loss_modes(self) -> Sequence[bool]:
@@ -60,12 +64,11 @@ class ScriptPasses(OnePass):
         Audited steps are none of those in which passes are compared, since an audit watches the
         calls of the model. So those are counted that are not audited.
         """
-        return SCHEDULE.is_audited(self._opened.get(self._kind(group), 0))
+        return self.known.is_due(self._kind(group))
 
     def count(self, group: Sequence[Microbatch]) -> None:
         """Count a step in which the micro-batches were compared, or computed together."""
-        kind = self._kind(group)
-        self._opened[kind] = self._opened.get(kind, 0) + 1
+        self.known.count_step(self._kind(group))
 
     def begin_trial(
         self, step: StepContext, buffers: Buffers, group: Sequence[Microbatch]
@@ -129,7 +132,7 @@ class ScriptPass:
             results.losses.append(mean.detach())
             results.metrics.append({})
         run_from_roots(roots)
-        self._passes.run_backward(attempt, [losses], [cuts])
+        self._passes.run_from_outputs(attempt, find_roots([losses], [cuts]))
         return results
 
     def end(self, logged: Mapping[str, torch.Tensor]) -> None:

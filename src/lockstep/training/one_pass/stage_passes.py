@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.step_context import ComputedMicrobatch, StepContext
@@ -39,18 +38,15 @@ from lockstep.training.one_pass.call_comparison import CannotJoin, NotedCall
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.joined_rows import (
     StageForward,
-    cut_parts,
     join_given,
     join_inputs,
 )
-from lockstep.training.one_pass.one_pass import SCHEDULE, OnePass
+from lockstep.training.one_pass.one_pass import OnePass
 from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
-    cut_rows,
+    cut_parts,
     describe_shapes,
-    join_gradients,
     make_recorded,
-    run_from_roots,
 )
 from lockstep.training.one_pass.pass_plan import count_bytes
 from lockstep.training.one_pass.pass_trial import (
@@ -108,7 +104,6 @@ class StagePasses(OnePass):
         self._microbatches = 0
         self._may_try = False
         self.is_comparing = False
-        self._opened: dict[PassKind, int] = {}  # the steps with a kind of micro-batches
         self._used: set[PassKind] = set()  # in this step
         self._due: set[PassKind] = set()  # of which every group is compared in this step
         self._seen: set[Any] = set()  # the shapes of micro-batches in this step
@@ -117,6 +112,7 @@ class StagePasses(OnePass):
         self._settled: Any = None  # shapes of which no pass is compared in this step
         self._noted = SinglePasses()
         self._state_before_loss = b""
+        self._loss_states: list[RngState] = []  # after the loss of each micro-batch
         self._trials: list[tuple[Trial, Sequence[Microbatch]]] = []
 
     @property
@@ -133,7 +129,7 @@ class StagePasses(OnePass):
         """Begin a step with a number of micro-batches."""
         self.end()
         for kind in self._used:
-            self._opened[kind] = self._opened.get(kind, 0) + 1
+            self.known.count_step(kind)
         self._used = set()
         self._due = set()
         self._step = step
@@ -154,7 +150,7 @@ class StagePasses(OnePass):
 
     def _is_compared(self, step: StepContext, group: Sequence[Microbatch]) -> bool:
         """Return whether a pass that is known is compared with single ones again."""
-        return SCHEDULE.is_audited(self._opened.get(self._kind(group), 0))
+        return self.known.is_due(self._kind(group))
 
     def _describe(self, given: GivenInput) -> Any:
         """Return what has to be alike in the inputs of a pass, and keep it; None: nothing is."""
@@ -304,13 +300,15 @@ class StagePasses(OnePass):
             value = inspector.call_blocks(self._blocks, data, where, attempt.forward.run)
         self.end_forward(attempt, state)
         last_call = self._scopes.last_call
-        make = self._compute_losses if self._is_last else self._make_outputs
-        made = make(attempt, given, value, last_call)
+        if self._is_last:
+            made = self._compute_losses(attempt, value, last_call)
+        else:
+            made = self._make_outputs(given, value, last_call)
         made.graph_input = graph_input
         return made
 
     def _make_outputs(
-        self, attempt: PassAttempt, given: Sequence[GivenInput], value: Any, last_call: int
+        self, given: Sequence[GivenInput], value: Any, last_call: int
     ) -> StageForward:
         """Return the outputs of each micro-batch."""
         where = given[0].where
@@ -333,42 +331,23 @@ class StagePasses(OnePass):
             repr(structure),
         )
 
-    def _compute_losses(
-        self,
-        attempt: PassAttempt,
-        given: Sequence[GivenInput],
-        outputs: Any,
-        last_call: int,
-    ) -> StageForward:
+    def _compute_losses(self, attempt: PassAttempt, outputs: Any, last_call: int) -> StageForward:
         """Compute the losses from the outputs of the model, and the gradients of these."""
-        step = attempt.step
-        stage = self._stage
-        leaves, structure = tree_flatten(outputs)
-        cuts = [cut_rows(leaf, len(given)) for leaf in leaves]
-        roots = []
-        computed = []
-        states = []
-        for number, one in enumerate(given):
-            part = one.microbatch
-            own = tree_unflatten([cut[number] for cut in cuts], structure)
-            with attempt.use_buffers(number):
-                loss, metrics = self._compute_loss(step, part, own, last_call)
-            states.append(stage.update_rng_state(self._state_before_loss, RngState(last_call)))
-            share = step.shares[part.index]
-            roots.append(self._roots.find(loss, share))
-            computed.append(ComputedMicrobatch(part, share, [loss.detach()], metrics))
-        state = self._scopes.read_states()
-        run_from_roots(roots)
-        if self._scopes.read_states() != state:
-            raise CannotJoin("the backward pass draws random numbers")
-        if any(parameter.grad is not None for parameter in self._parameters):
-            raise CannotJoin("the loss uses parameters of the model")
-        pairs = [(leaf, join_gradients(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
+        results = PassResults([], [], attempt.buffers_after)
+        self._loss_states = []
+        used = self.differentiate_losses(attempt, results, outputs, last_call)
+        shares = attempt.step.shares
+        computed = [
+            ComputedMicrobatch(part, shares[part.index], [loss], metrics)
+            for part, loss, metrics in zip(
+                attempt.group, results.losses, results.metrics, strict=True
+            )
+        ]
         return StageForward(
-            [leaf for leaf, gradient in pairs if gradient is not None],
-            [gradient for _, gradient in pairs if gradient is not None],
+            [output for output, _ in used],
+            [gradient for _, gradient in used],
             SentTensors(()),
-            JointOutputs(states, computed=computed),
+            JointOutputs(self._loss_states, computed=computed),
         )
 
     def _run_backward(
@@ -440,13 +419,14 @@ class StagePasses(OnePass):
         """Note the gradients of its input."""
         self._noted.note_input_gradients(index, made)
 
-    def note_parameters(self, index: int, computed: ComputedMicrobatch | None) -> None:
-        """Note the gradients in `.grad` after a single pass, and the loss in the last stage."""
+    def note_parameters(self, index: int, computed: Sequence[ComputedMicrobatch]) -> None:
+        """Note the gradients in `.grad` after a single pass, and its loss, if it has one."""
         for trial, group in self._trials:
             if any(part.index == index for part in group):
                 noted = self._noted[index]
-                loss = NO_LOSS if computed is None else computed.losses[0]
-                metrics = {} if computed is None else computed.metrics
+                own = [one for one in computed if one.microbatch.index == index]
+                loss = own[0].losses[0] if own else NO_LOSS
+                metrics = own[0].metrics if own else {}
                 values = name_values(noted.outputs, noted.made, metrics)
                 trial.note(loss, self._parameters, values)
 
@@ -508,6 +488,14 @@ class StagePasses(OnePass):
         where = super()._begin_loss(step, part, last_call)
         self._state_before_loss = self._stage.read_rng_state()
         return where
+
+    def _compute_loss(
+        self, step: StepContext, part: Microbatch, outputs: Any, last_call: int
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        computed = super()._compute_loss(step, part, outputs, last_call)
+        state = self._stage.update_rng_state(self._state_before_loss, RngState(last_call))
+        self._loss_states.append(state)
+        return computed
 
 
 def _describe_message(message: GivenMessage) -> Any:
