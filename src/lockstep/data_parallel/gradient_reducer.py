@@ -219,6 +219,10 @@ class GradientReducer:
         """Move the gradients in `.grad`, which are the sum of several micro-batches, to a node."""
         self._begun().accumulate_node(node)
 
+    def hash_node(self, node: Node) -> dict[torch.Tensor, int]:
+        """Return the checksums of a node's gradients by parameter; those of its end in `.grad`."""
+        return self._begun().hash_node(node)
+
     def skip(self, microbatch: int) -> None:
         """Leave the leaf of a micro-batch that is not computed empty, without reading `.grad`."""
         assert self._local is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep.checksum import checksum
 from lockstep.comm.memory_format import in_format_of, is_in_format_of
 from lockstep.comm.sparse_gradients import add_sparse
 from lockstep.kernel.errors import GradientError
@@ -92,6 +93,24 @@ class LocalSums:
             self.accumulate_one(index)
         self.complete[self._node] = self._values
         self._siblings = None
+
+    @torch.no_grad()
+    def hash_node(self, node: Node) -> dict[torch.Tensor, int]:
+        """Return the checksums of a node's gradients by parameter.
+
+        Those of its last micro-batch are still in `.grad`; nothing is moved.
+        """
+        first, end = node
+        pairs = left_siblings((end - 1, end), self._leaves)
+        siblings = [self.complete[sibling] for sibling, _ in pairs if sibling[0] >= first]
+        hashes: dict[torch.Tensor, int] = {}
+        for index, (name, parameter) in enumerate(self._parameters):
+            value = _read_gradient(name, parameter, index in self._sparse)
+            for values in siblings:
+                value = add_sparse(values[index], value)  # in new memory
+            if value is not None:
+                hashes[parameter] = checksum(value)
+        return hashes
 
     def skip(self, microbatch: int) -> None:
         """Let a micro-batch that is not computed be without gradients, without reading `.grad`."""

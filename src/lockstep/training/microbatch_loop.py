@@ -35,7 +35,7 @@ from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import ComputeAgain
 from lockstep.training.kept_work import KeptWork, LeavesShare, RestOfStep, agree_on_rest
-from lockstep.training.one_pass.grouped_passes import GroupedPasses, PassResults
+from lockstep.training.one_pass.grouped_passes import GroupedPasses, PassResults, PassTrial
 
 __all__ = ["CollectedGradients", "MicrobatchLoop"]
 
@@ -218,11 +218,18 @@ class MicrobatchLoop:
                     continue
                 self._compute_one(data)
                 if trial is not None:
-                    trial.note(self.current.losses[-1], self.parameters, self.current.metrics)
+                    self.note_in(trial)
                 self.end()
             if trial is not None:
                 trial.finish()
         self.close_sums()
+
+    def note_in(self, trial: PassTrial) -> None:
+        """Note the results of the current micro-batch in a trial, before it ends."""
+        current = self.current
+        assert current is not None
+        sums: Any = self._sums  # whole ones, since there are no trials of sharded models
+        trial.note(current.losses[-1], current.metrics, sums.hash_node)
 
     def keep_gradients(self) -> None:
         """Let all gradients be in `.grad` after each backward pass, also after the last one."""

@@ -2,7 +2,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/equal.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <algorithm>
@@ -72,20 +71,23 @@ bool is_readable(const at::Tensor& tensor) {
          tensor.is_cpu();
 }
 
+TensorBits read_bits(const at::Tensor& tensor) {
+  if (!is_readable(tensor)) return {};
+  return {tensor.scalar_type(), tensor.sizes().vec(), hash_bits(tensor)};
+}
+
 // Returns the numbers of turns by which `one` may be the rows of the first micro-batch.
-std::vector<int64_t> find_turns(const at::Tensor& one, const at::Tensor& several) {
+std::vector<int64_t> find_turns(const TensorBits& one, const at::Tensor& several) {
   std::vector<int64_t> found;
-  const bool is_plain = one.defined() && several.defined() && one.layout() == at::kStrided &&
-                        several.layout() == at::kStrided &&
-                        one.scalar_type() == several.scalar_type();
-  if (!is_plain || one.numel() == 0) return found;
-  const std::optional<int64_t> grown = find_grown(one.sizes(), several.sizes());
+  const bool is_plain = one.hash && is_readable(several) && one.type == several.scalar_type();
+  if (!is_plain || c10::multiply_integers(one.sizes) == 0) return found;
+  const std::optional<int64_t> grown = find_grown(one.sizes, several.sizes());
   if (!grown) return found;
-  const int64_t rows = one.size(*grown);
+  const int64_t rows = one.sizes[static_cast<size_t>(*grown)];
   for (int64_t turns = 1; turns <= rows; ++turns) {
     if (rows % turns) continue;
     const at::Tensor taken = take_rows(several, *grown, 0, several.size(*grown) / rows, turns);
-    if (at::equal(taken, one)) found.push_back(turns);
+    if (hash_bits(taken) == one.hash) found.push_back(turns);
   }
   return found;
 }
@@ -219,12 +221,12 @@ bool RecordedCalls::compare_results(const Stack& stack, size_t count) {
     return one && number < one->results_.size() && one->results_[number].size() == tensors.size();
   };
   const bool is_comparable = has_call(first) && has_call(last);
-  std::vector<Bits> bits(tensors.size());
+  std::vector<TensorBits> bits(tensors.size());
   bool is_same = true;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
     if (!is_readable(tensor)) continue;
-    bits[i] = {tensor.sizes().vec(), 0};
+    bits[i] = {tensor.scalar_type(), tensor.sizes().vec(), std::nullopt};
     const std::vector<int64_t>* const one =
         is_comparable ? &first->results_[number][i].sizes : nullptr;
     if (!one || *one == bits[i].sizes || one->size() != bits[i].sizes.size()) {
@@ -236,7 +238,7 @@ bool RecordedCalls::compare_results(const Stack& stack, size_t count) {
     const int64_t rows = (*one)[static_cast<size_t>(*grown)], segments = tensor.size(*grown) / rows;
     const auto has_bits = [&](const RecordedCalls* pass, int64_t segment, int64_t turns) {
       const at::Tensor taken = take_rows(tensor, *grown, segment, segments, turns);
-      const Bits& own = pass->results_[number][i];
+      const TensorBits& own = pass->results_[number][i];
       return taken.sizes() == own.sizes && hash_bits(taken) == own.hash;
     };
     bool is_found = false;
@@ -289,9 +291,8 @@ py::list RecordedCalls::compare_arguments(const Stack& stack, size_t count) {
       turns.append(find_turns(first_->kept_[number][i], tensors[i]));
   }
   if (keeps_) {
-    for (at::Tensor& tensor : tensors)
-      if (tensor.defined()) tensor = tensor.clone();  // others may write it
-    kept_.push_back(std::move(tensors));
+    std::vector<TensorBits>& kept = kept_.emplace_back();
+    for (const at::Tensor& tensor : tensors) kept.push_back(read_bits(tensor));
   }
   return turns;
 }

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -24,10 +25,17 @@ struct CallTensor {
   bool is_floating_point = false, is_dense = false;
 };
 
+// The bits of a tensor; no hash if they cannot be read.
+struct TensorBits {
+  at::ScalarType type = at::ScalarType::Undefined;
+  std::vector<int64_t> sizes;
+  std::optional<uint64_t> hash;
+};
+
 class RecordedCalls : public PassCalls {
  public:
   // `restores`: the state of the default generator after the pass, whose results do not count.
-  // `keeps`: copies of the arguments, with which a pass over several micro-batches, the first of
+  // `keeps`: hashes of the arguments, with which a pass over several micro-batches, the first of
   // which is the same, compares its own, if this one is its `first`.
   // `first`: of a pass over several micro-batches, that over the last one, whose own `first` is the
   // pass over the first one; or that over the first one.
@@ -59,15 +67,11 @@ class RecordedCalls : public PassCalls {
   bool compare_results(const Stack& stack, size_t count);
   void note_draw(const at::Tensor& before, at::Tensor after);
   void restore_generator();
-  struct Bits {
-    std::vector<int64_t> sizes;
-    uint64_t hash = 0;
-  };
   bool restores_, keeps_;
   std::shared_ptr<const RecordedCalls> first_;
-  std::vector<std::vector<at::Tensor>> kept_;      // of each call
+  std::vector<std::vector<TensorBits>> kept_;      // of each call
   std::unordered_map<int64_t, at::Tensor> drawn_;  // by the numbers of the calls
-  std::vector<std::vector<Bits>> results_;         // of each call; empty if not compared
+  std::vector<std::vector<TensorBits>> results_;   // of each call; empty if not compared
   at::Tensor first_state_, last_state_;            // of the generator, around all draws
   bool has_other_draws_ = false;                   // which no operator has made
   TensorMap<int64_t> returned_;                    // by which call

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.tree import Node
 
-__all__ = ["GroupedPasses", "PassResults", "PassTrial"]
+__all__ = ["GroupedPasses", "HashNode", "PassResults", "PassTrial"]
+
+HashNode = Callable[[Node], Mapping[torch.Tensor, int]]
+"""Returns the checksums of a node's gradients by parameter, the last of which are in `.grad`."""
 
 
 class PassResults(NamedTuple):
@@ -32,13 +35,8 @@ class PassResults(NamedTuple):
 class PassTrial(Protocol):
     """The results of separate passes, with which those of one pass are compared."""
 
-    def note(
-        self,
-        loss: torch.Tensor,
-        parameters: Sequence[nn.Parameter],
-        metrics: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Keep the loss of a micro-batch, its gradients, which are in `.grad`, and metrics."""
+    def note(self, loss: torch.Tensor, metrics: Mapping[str, Any], hash_node: HashNode) -> None:
+        """Keep the loss of a micro-batch and metrics, and after the last one the gradients."""
 
     def finish(self) -> None:
         """Compare all bits, after the last micro-batch."""

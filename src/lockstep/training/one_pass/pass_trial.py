@@ -23,13 +23,14 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.repetition_trace import StateWatch
+from lockstep.checksum import checksum
 from lockstep.comm.native_module import load_native
 from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers, have_same_bits
 from lockstep.kernel.step_context import StepContext
-from lockstep.kernel.tree import TensorList, TreeAccumulator, add_present
+from lockstep.malloc import release_freed_memory
 from lockstep.training.one_pass.call_comparison import CannotJoin
-from lockstep.training.one_pass.grouped_passes import PassResults
+from lockstep.training.one_pass.grouped_passes import HashNode, PassResults
 from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
     list_calls,
@@ -274,27 +275,23 @@ class Trial:
         self._versions = _read_versions(group)
         self._losses: list[torch.Tensor] = []
         self._metrics: list[Mapping[str, torch.Tensor]] = []
-        self._sums = TreeAccumulator[TensorList](len(group), _add_lists)
+        self._checksums: Mapping[torch.Tensor, int] = {}
 
     def note(
-        self,
-        loss: torch.Tensor,
-        parameters: Sequence[nn.Parameter],
-        metrics: Mapping[str, torch.Tensor] | None = None,
+        self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], hash_node: HashNode
     ) -> None:
-        """Keep the loss of a micro-batch and its gradients, which are in `.grad`.
+        """Keep the results of a micro-batch: checksums of gradients, which may need much memory.
 
         Args:
             loss: The loss.
-            parameters: The parameters with gradients.
-            metrics: Its metrics; None: they are not compared.
+            metrics: Its metrics.
+            hash_node: Returns the checksums of the sums of all micro-batches, after the last one.
         """
-        if metrics is not None:
-            self._metrics.append({**metrics})
-        gradients = [None if one.grad is None else one.grad.clone() for one in parameters]
-        number = len(self._losses)
         self._losses.append(loss.detach())
-        self._sums.put((number, number + 1), gradients)
+        self._metrics.append({**metrics})
+        first = self._group[0].index
+        if len(self._losses) == len(self._group):
+            self._checksums = hash_node((first, first + len(self._group)))
 
     def record(
         self,
@@ -355,6 +352,8 @@ class Trial:
             known.explain(f"several micro-batches raise {type(error).__name__}: {error}")
         finally:
             self._discard()
+        if self.is_new:  # planning takes more memory than any later pass
+            release_freed_memory()
         if joined is None and not known.fits(self._kind):
             return  # fewer micro-batches are tried in the next step
         known.keep(self._kind, joined)
@@ -474,13 +473,9 @@ class Trial:
         for part, written in zip(self._group, results.buffers, strict=True):
             if name := self._buffers.find_difference(part.index, written):
                 return f"the buffer {name}"
-        ((_, gradients),) = self._sums.nodes.items()
-        for gradient, parameter in zip(gradients, self._parameters, strict=True):
-            if gradient is None or parameter.grad is None:
-                is_same = gradient is parameter.grad
-            else:
-                (is_same,) = have_same_bits([(gradient, parameter.grad)])
-            if not is_same:
+        for parameter in self._parameters:
+            found = None if parameter.grad is None else checksum(parameter.grad)
+            if found != self._checksums.get(parameter):
                 return f"the gradient of a parameter of the shape {tuple(parameter.shape)}"
         return ""
 
@@ -501,7 +496,3 @@ def _read_versions(group: Sequence[Microbatch]) -> list[int]:
         for tensor in tensors
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
     ]
-
-
-def _add_lists(left: TensorList, right: TensorList) -> TensorList:
-    return [*map(add_present, left, right)]

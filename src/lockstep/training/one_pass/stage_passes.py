@@ -428,7 +428,7 @@ class StagePasses(OnePass):
                 loss = own[0].losses[0] if own else NO_LOSS
                 metrics = own[0].metrics if own else {}
                 values = name_values(noted.outputs, noted.made, metrics)
-                trial.note(loss, self._parameters, values)
+                trial.note(loss, values, self._stage.gradients.hash_node)
 
     def compare(self, index: int) -> None:
         """Compare single passes with one, after the last of them is complete."""

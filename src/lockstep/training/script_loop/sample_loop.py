@@ -91,7 +91,7 @@ class SampleLoop:
             for name, values in self._logged.items():
                 loop.current.metrics[name] = average(values)
             if trial is not None:
-                trial.note(loop.current.losses[-1], loop.parameters, loop.current.metrics)
+                loop.note_in(trial)
             loop.end()
 
     def _record(self, trial: Any, group: Sequence[Microbatch], microbatch: Microbatch) -> None:
