@@ -29,7 +29,7 @@ LIMITS = {
     "folders": 15,
     "nodes in src": 475_000,
     "nodes in tests": 578_000,
-    "code lines in csrc": 12_900,
+    "code lines in csrc": 13_200,
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments": 0,
     "joined assignments to attributes": 0,

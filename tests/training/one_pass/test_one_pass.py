@@ -1309,6 +1309,183 @@ class Weighing:
         return batch[0].abs().mean() if self.is_weighing else 1.0
 
 
+class WithFeatures(nn.Module):
+    """A model that returns its outputs, and the features that they are computed from."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.body = nn.Linear(FEATURES, width)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x):
+        features = self.body(x)
+        return self.head(features.relu()), features
+
+
+def limit(x):
+    """Return by how much numbers exceed a limit, which none does in the steps that compare."""
+    return (x - 5).relu()
+
+
+def square_of(function):
+    """Return a term whose gradient differs between micro-batches."""
+
+    def compute(x):
+        value = function(x)
+        return value * value
+
+    return compute
+
+
+def limit_parts(x):
+    return [limit(x * k / 7).mean() for k in range(7)]
+
+
+# Terms of a loss whose factor is 0 in the steps that compare, and how they are computed.
+TERMS = {
+    "the mean of columns": square_of(lambda x: limit(x).t().mean()),
+    "a mean with time first": square_of(
+        lambda x: limit(x).view(-1, 4, 5).transpose(0, 1).reshape(-1).mean()
+    ),
+    "losses that are joined": square_of(
+        lambda x: torch.cat([limit(x).mean().view(-1), 2 * limit(-x).mean().view(-1)]).sum()
+    ),
+    "losses that are flattened": square_of(lambda x: torch.stack(limit_parts(x)).flatten().sum()),
+    "a loss with a dimension": lambda x: (
+        ((x * 1).view(-1, 8) / x.detach().abs().mean().clamp(min=5).unsqueeze(0)).square().mean()
+    ),
+    "a product of losses": lambda x: (
+        (x * 1).square().mean()
+        * (
+            torch.stack([(x * k / 7).sigmoid().mean() for k in range(7)], -1).detach()
+            @ torch.arange(7.0).div(3)
+        )
+    ),
+    "a part of the columns": square_of(lambda x: (x * 1)[:, :13].mean()),
+    "an expanded column": square_of(lambda x: (x * 1)[:, :1].expand(-1, 7).mean()),
+    "a column that is added": lambda x: (x * 1 + x[:, :1].sigmoid()).sum(),
+    "a factor in float64": lambda x: (
+        torch.tensor(0.3, dtype=torch.float64) * (x * 1).square().mean()
+    ).float(),
+}
+
+
+UNALIGNED = (
+    "a mean with time first",
+    "a part of the columns",
+    "an expanded column",
+    "a column that is added",
+)
+
+
+def ignore_as_many(outputs, targets):
+    return F.cross_entropy(outputs, targets, ignore_index=len(targets))
+
+
+class LateBatches:
+    """Batches, and the factor of a term, with other values after the steps that compare.
+
+    Args:
+        term: A function of the features.
+    """
+
+    def __init__(self, term=None):
+        self.term = term
+        self.factor = torch.zeros(())
+
+    def __iter__(self):
+        for step in range(STEPS + 3):
+            inputs, targets = data(24 if self.term else SAMPLES)
+            is_late = step >= STEPS - 1
+            self.factor.fill_(0.003 if is_late else 0.0)
+            yield (20 * inputs, targets) if is_late else (inputs, targets % 2)
+
+    def __call__(self, outputs, targets):
+        return F.cross_entropy(outputs[0], targets) + self.factor * self.term(outputs[1])
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def by_targets(usual, other):
+    """Return a loss that is another one if the targets of a micro-batch say so."""
+
+    def compute(outputs, targets):
+        return (other if (targets == CLASSES - 1).any() else usual)(outputs, targets)
+
+    return compute
+
+
+def of_rows(outputs, targets):
+    return F.mse_loss(outputs, 3 * F.one_hot(targets, CLASSES).float())
+
+
+def of_columns(outputs, targets):
+    return F.mse_loss(outputs.t(), 3 * F.one_hot(targets, CLASSES).float().t())
+
+
+def ends_with(function):
+    return partial(Calls, lambda model, x: function(model.head(model.layer(x).relu())))
+
+
+def of_first(outputs, targets):
+    return F.cross_entropy(outputs[0], targets)
+
+
+def of_three(outputs, targets):
+    first, second, third = outputs
+    is_late = (targets == CLASSES - 1).any().float()
+    return F.cross_entropy(first, targets) + second.pow(2).mean() + is_late * third.abs().mean()
+
+
+def of_float64(outputs, targets):
+    """Return a loss whose factor is 1 in the steps that compare, which rounds nothing."""
+    factor = 1 - 0.7 * (targets > 1).double().mean()
+    hot = F.one_hot(targets, CLASSES).double()
+    return factor * F.binary_cross_entropy_with_logits(outputs, hot)
+
+
+# Outputs, and a loss that uses them in another way after the steps that compare.
+OUTPUTS = {
+    "smooth outputs": (ends_with(F.softplus), by_targets(of_rows, of_columns)),
+    "exponential outputs": (ends_with(F.elu), by_targets(of_rows, of_columns)),
+    "the number of samples": (
+        ends_with(lambda x: (x, len(x))),
+        by_targets(of_first, lambda o, y: of_first(o, y) / o[1]),
+    ),
+    "a vector without samples": (
+        ends_with(lambda x: (x, torch.arange(16.0))),
+        by_targets(of_first, lambda o, y: of_first(o, y) * o[1].mean()),
+    ),
+    "targets in float64": (ends_with(lambda x: x), of_float64),
+    "the same tensor": (ends_with(lambda x: (x, x, x)), of_three),
+}
+
+
+@pytest.fixture(scope="module")
+def late_uses():
+    def compare_all():
+        found = {}
+        for name, term in TERMS.items():
+            late = LateBatches(term)
+            width = 20 if name in UNALIGNED else 32
+            found[name] = compare(partial(WithFeatures, width), loss=late, batches=late)
+        make = JOINED["linear layers"]
+        found["a size"] = compare(make, loss=ignore_as_many, batches=LateBatches())
+        for name, (make, loss) in OUTPUTS.items():
+            found[name] = compare(make, loss=loss, batches=LateBatches())
+        return found
+
+    return on_portable_ranks(compare_all)[0]
+
+
+@pytest.mark.parametrize("name", [*TERMS, "a size", *OUTPUTS])
+def test_what_has_no_effect_in_the_steps_that_compare_has_the_same_bits_later(name, late_uses):
+    is_same, _, note = late_uses[name]
+    assert is_same, note
+    assert "the bits of earlier steps" not in note
+
+
 @pytest.fixture(scope="module")
 def losses():
     """What passes do with every loss, and whether they have computed all losses together."""

@@ -224,12 +224,12 @@ def counting(counts):
     )
 
 
-def make_trainer(model, stages, schedule, loss=None, balance=None, **options):
+def make_trainer(model, stages, schedule, loss=None, balance=None, optimizer=SGD, **options):
     pipeline = ls.PipelineConfig(stages, schedule, balance=balance) if stages > 1 else None
     return ls.Trainer(
         model,
         loss or nn.CrossEntropyLoss(),
-        SGD,
+        optimizer,
         pipeline=pipeline,
         **{"microbatches": 8, "audit": False, "loggers": []} | options,
     )
@@ -258,6 +258,101 @@ def on_portable_ranks(function, ranks):
         return function()
 
     return pytest_lockstep.run(call, ranks=ranks, timeout=300, init=False)
+
+
+def positive(outputs):
+    """Return a layer whose results are positive in the first steps, where ELU returns its input."""
+    layer = nn.Linear(64, outputs)
+    nn.init.constant_(layer.bias, 2.5)
+    return layer
+
+
+def add_mask(block, x):
+    """Return what the next block joins with a mask, whose gradient has gaps between its rows."""
+    return F.elu(block.layer(x)), torch.ones(len(x), 12)
+
+
+def take_part(block, x):
+    """Return some columns of a tensor, which have gaps between their rows."""
+    return block.layer(x).chunk(2, 1)[0]
+
+
+APART = {
+    "gradients": lambda: nn.Sequential(
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        Applies(add_mask, layer=positive(12)),
+        Applies(lambda _, given: torch.cat(given, 1)),
+        nn.Linear(24, CLASSES),
+    ),
+    "activations": lambda: nn.Sequential(
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        Applies(take_part, layer=positive(24)),
+        nn.ELU(),
+        nn.Linear(12, CLASSES),
+    ),
+}
+
+
+def test_rows_with_gaps_between_stages_have_the_same_bits():
+    batches = [data(32, seed) for seed in range(32)]
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def train_all(stages, size):
+        options = {"balance": [3, 2], "optimizer": optimizer}
+        return {
+            name: train(make, stages, "gpipe", size, batches, **options)
+            for name, make in APART.items()
+        }
+
+    (alone,) = on_portable_ranks(lambda: train_all(1, 1), 1)
+    first, last = on_portable_ranks(lambda: train_all(2, 4), 2)
+    for name, (bits, _, _) in alone.items():
+        assert first[name][0] == last[name][0] == bits, name
+    for counts in (first["activations"][1], last["gradients"][1]):
+        assert counts["joint"] > 0
+
+
+def fill_table(block, x):
+    """Scale by a table that both stages refer to, and that each size of a micro-batch fills."""
+    return block.layer(x) * block.table.setdefault(len(x), torch.full((len(x), 1), 0.5))
+
+
+def of_shared_table():
+    table = {}
+    return in_blocks(
+        Applies(fill_table, layer=nn.Linear(64, 64), table=table),
+        nn.ReLU(),
+        Applies(fill_table, layer=nn.Linear(64, 64), table=table),
+        nn.ReLU(),
+    )
+
+
+def test_what_a_trial_fills_for_other_sizes_is_no_change():
+    (alone,) = on_portable_ranks(lambda: train(of_shared_table, 1), 1)
+    for bits, _, _ in on_portable_ranks(lambda: train(of_shared_table, 2, "1f1b", 2), 2):
+        assert bits == alone[0]
+
+
+def test_a_size_without_memory_is_tried_once():
+    def count_passes():
+        tried = []
+        original = stage_passes.StagePasses.begin_trial
+
+        def begin_trial(self, *arguments):
+            trial = original(self, *arguments)
+            tried.append(trial is not None)
+            return trial
+
+        with (
+            mock.patch.object(stage_passes.StagePasses, "begin_trial", begin_trial),
+            mock.patch.object(pass_trial, "MOST_BYTES", 1 << 10),
+        ):
+            train(JOINED["dropout"], 2, "gpipe", 4)
+        return sum(tried)
+
+    assert max(on_portable_ranks(count_passes, 2)) <= 3  # one for each size
 
 
 def train_at_random(seeds):

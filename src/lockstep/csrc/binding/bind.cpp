@@ -19,6 +19,7 @@
 #include "recorded_calls.h"
 #include "scope_calls.h"
 #include "segmented_calls.h"
+#include "segmented_loss.h"
 #include "torch_errors.h"
 
 namespace py = pybind11;
@@ -241,6 +242,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("numpy"), py::arg("numpy_address"), py::arg("second_address"))
       .def("read_others", &ScopeSeeder::read_others)
       .def("write_others", &ScopeSeeder::write_others, py::arg("states"));
+  module.def("takes_elements", &takes_elements, py::arg("samples"));
   module.def("make_module_call", &make_module_call, py::arg("module"), py::arg("before"),
              py::arg("after"));
   module.def("make_scope_hook", &make_scope_hook, py::arg("seeder"), py::arg("scopes"),

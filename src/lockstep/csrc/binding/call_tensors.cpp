@@ -128,6 +128,26 @@ std::optional<int64_t> find_grown(at::IntArrayRef one, at::IntArrayRef several) 
   return grown;
 }
 
+at::Tensor join_rows(const std::vector<at::Tensor>& rows, int64_t dimension) {
+  const at::Tensor& one = rows.front();
+  const auto has_layout = [&](const at::Tensor& part) {
+    return part.sizes() == one.sizes() && part.strides() == one.strides();
+  };
+  const bool is_outermost = one.is_non_overlapping_and_dense() &&
+                            one.stride(dimension) * one.size(dimension) == one.numel() &&
+                            std::all_of(rows.begin(), rows.end(), has_layout);
+  if (one.is_contiguous() || !is_outermost) return at::cat(rows, dimension);
+  std::vector<int64_t> sizes = one.sizes().vec();
+  sizes[static_cast<size_t>(dimension)] *= std::ssize(rows);
+  const at::Tensor joined = at::empty_strided(sizes, one.strides(), one.options());
+  int64_t first = 0;
+  for (const at::Tensor& part : rows) {
+    joined.narrow(dimension, first, part.size(dimension)).copy_(part);
+    first += part.size(dimension);
+  }
+  return joined;
+}
+
 bool has_subclass(const Stack& stack, size_t count) {
   const auto is_subclass = [](const c10::IValue& value) {
     return value.isTensor() && value.toTensor().key_set().has(c10::DispatchKey::Python);

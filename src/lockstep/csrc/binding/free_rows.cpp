@@ -68,37 +68,68 @@ at::Tensor without_nan(const at::Tensor& tensor) {
   return tensor.is_floating_point() ? tensor.masked_fill(tensor.isnan(), 0.5) : tensor;
 }
 
-// Returns whether a result for all micro-batches has the rows of that for one, in any order by
-// which they may alternate.
-bool has_rows(const at::Tensor& all, const at::Tensor& one, int64_t segment, int64_t segments) {
+// Returns by how many turns a result for all micro-batches may have the rows of that for one; {0}
+// if this cannot be said.
+std::vector<int64_t> find_turns(const at::Tensor& all, const at::Tensor& one, int64_t segment,
+                                int64_t segments) {
   if (!all.defined() || !one.defined() || all.layout() != at::kStrided || !all.is_cpu() ||
       one.numel() == 0)
-    return true;
+    return {0};
   const std::optional<int64_t> dimension = find_grown(one.sizes(), all.sizes());
-  if (!dimension || all.size(*dimension) != one.size(*dimension) * segments) return true;
+  if (!dimension || all.size(*dimension) != one.size(*dimension) * segments) return {0};
   const int64_t rows = one.size(*dimension);
   const uint64_t expected = hash_bits(without_nan(one));
+  std::vector<int64_t> found;
   for (int64_t turns = 1; turns <= rows; ++turns)
     if (rows % turns == 0 &&
         hash_bits(without_nan(take_rows(all, *dimension, segment, segments, turns))) == expected)
-      return true;
-  return false;
+      found.push_back(turns);
+  return found;
+}
+
+// Of the turns that results may have, those of an argument, or else the only ones; 0 if there are
+// several.
+int64_t choose_turns(const std::vector<int64_t>& possible, const std::vector<int64_t>& given) {
+  for (const int64_t turns : given)
+    if (turns && std::find(possible.begin(), possible.end(), turns) != possible.end()) return turns;
+  return possible.size() == 1 ? possible.front() : 0;
+}
+
+// The rows of an operator that computes each element by itself, of arguments that are broadcast:
+// those of all arguments have to be the same dimension of the result.
+RowTurns compare_elements(const std::vector<at::Tensor>& tensors, const Rows& rows,
+                          const std::vector<int64_t>& given, size_t returns) {
+  std::optional<int64_t> from_last;
+  std::vector<int64_t> turns;
+  for (size_t i = 0; i < rows.dimensions.size(); ++i) {
+    if (!rows.dimensions[i]) continue;
+    const int64_t own = tensors[i].dim() - *rows.dimensions[i];
+    if (from_last.value_or(own) != own) return {false, {}};
+    from_last = own;
+    turns.push_back(given[i]);
+  }
+  const bool is_known = !turns.empty() && std::all_of(turns.begin(), turns.end(),
+                                                      [&](auto one) { return one == turns[0]; });
+  return {true, std::vector<int64_t>(returns, is_known ? turns[0] : 0)};
 }
 
 }  // namespace
 
-bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const CallArguments& alone) {
-  if (op.hasTag(at::Tag::pointwise)) return true;  // most of the memory is theirs
-  // Those of other libraries are refused, and may take no other values.
-  if (!op.schema().name().starts_with("aten::")) return true;
+RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const CallArguments& alone,
+                      const std::vector<int64_t>& given_turns) {
+  const RowTurns unknown = {true, std::vector<int64_t>(op.schema().returns().size())};
   const std::vector<at::Tensor> tensors = list_tensors(given, given.size());
+  const Rows rows = find_rows(alone.sizes, tensors);
+  if (op.hasTag(at::Tag::pointwise))  // most of the memory is theirs
+    return rows.segments ? compare_elements(tensors, rows, given_turns, unknown.turns.size())
+                         : unknown;
+  // Those of other libraries are refused, and may take no other values.
+  if (!op.schema().name().starts_with("aten::")) return unknown;
   // Others, such as sparse ones, are not copied, and an operator may write them.
   const bool are_strided = std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
     return !tensor.defined() || tensor.layout() == at::kStrided;
   });
-  if (!are_strided) return true;
-  const Rows rows = find_rows(alone.sizes, tensors);
-  if (!rows.segments) return true;
+  if (!are_strided || !rows.segments) return unknown;
   const at::NoGradGuard guard;
   at::Generator generator = at::detail::createCPUGenerator(kSeed);
   // The positions of an index have to be those of its tensor.
@@ -112,13 +143,14 @@ bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const Call
     return make_other(tensor, is_integral, generator);
   });
   const auto together = try_call(op, other);
-  if (!together) return true;
+  if (!together) return unknown;
   int64_t most = 1;
   for (size_t i = 0; i < tensors.size(); ++i)
     if (rows.dimensions[i])
       most = std::max(most, tensors[i].size(*rows.dimensions[i]) / rows.segments);
-  // Returns whether a micro-batch has its rows, if those of arguments alternate so often.
-  const auto fits = [&](int64_t segment, int64_t turns) {
+  // Finds the rows of a micro-batch, if those of arguments alternate so often.
+  const auto compare = [&](int64_t segment, int64_t turns) {
+    RowTurns found = unknown;
     Stack part = other;
     for (const auto& [position, value] : alone.plain)
       if (!part[position].isTensor()) part[position] = value;
@@ -126,18 +158,28 @@ bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const Call
       const std::optional<int64_t>& dimension = rows.dimensions[position];
       if (!dimension) return tensor;
       const bool alternates = tensor.size(*dimension) == most * rows.segments;
-      return take_rows(tensor, *dimension, segment, rows.segments, alternates ? turns : 1);
+      const int64_t own = given_turns[position] ? given_turns[position] : alternates ? turns : 1;
+      return take_rows(tensor, *dimension, segment, rows.segments, own);
     });
     const auto apart = try_call(op, part);
     // It fails for the positions of all samples.
-    if (!apart || apart->size() != together->size()) return true;
-    for (size_t i = 0; i < apart->size(); ++i)
-      if (!has_rows((*together)[i], (*apart)[i], segment, rows.segments)) return false;
-    return true;
+    if (!apart || apart->size() != together->size()) return found;
+    found.turns.resize(apart->size());
+    for (size_t i = 0; i < apart->size(); ++i) {
+      const auto possible = find_turns((*together)[i], (*apart)[i], segment, rows.segments);
+      found.are_free = found.are_free && !possible.empty();
+      found.turns[i] = choose_turns(possible, given_turns);
+    }
+    return found;
   };
-  for (int64_t turns = 1; turns <= most; ++turns)
-    if (most % turns == 0 && fits(0, turns) && fits(rows.segments - 1, turns)) return true;
-  return false;
+  for (int64_t turns = 1; turns <= most; ++turns) {
+    if (most % turns) continue;
+    const RowTurns first = compare(0, turns);
+    if (!first.are_free) continue;
+    const RowTurns last = compare(rows.segments - 1, turns);
+    if (last.are_free) return first.turns == last.turns ? first : unknown;
+  }
+  return {false, {}};
 }
 
 }  // namespace lockstep

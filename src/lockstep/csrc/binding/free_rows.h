@@ -6,12 +6,20 @@
 
 namespace lockstep {
 
+// How the rows of micro-batches follow each other in the results of an operator.
+struct RowTurns {
+  bool are_free = false;       // whether each micro-batch has the rows of a pass of its own
+  std::vector<int64_t> turns;  // by which they alternate in each result; 0: not known
+};
+
 // Calls an operator with random numbers in the place of the floats among its arguments, and for
-// those of the first and of the last micro-batch; returns false if the rows of the results have
-// other bits. If it has only integers, they become 0 and 1. True if it cannot be called like this,
-// and for operators that compute each element by itself or belong to other libraries.
+// those of the first and of the last micro-batch, and compares the rows of the results. If it has
+// only integers, they become 0 and 1. Rows are free if it cannot be called like this; operators
+// that compute each element by itself, or belong to other libraries, are not called.
 //
 // `alone`: its arguments in the pass over the first micro-batch.
-bool are_rows_free(const c10::OperatorHandle& op, const Stack& given, const CallArguments& alone);
+// `given_turns`: by how many turns the rows alternate in each tensor among the arguments.
+RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const CallArguments& alone,
+                      const std::vector<int64_t>& given_turns);
 
 }  // namespace lockstep

@@ -92,6 +92,17 @@ std::vector<int64_t> find_turns(const TensorBits& one, const at::Tensor& several
   return found;
 }
 
+// Returns whether the rows of each micro-batch follow each other in all arguments that have rows.
+bool are_together(const Stack& stack, size_t count, const CallArguments& alone,
+                  const std::vector<int64_t>& turns) {
+  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
+  for (size_t i = 0; i < tensors.size() && i < alone.sizes.size(); ++i)
+    if (tensors[i].defined() && tensors[i].sizes() != at::IntArrayRef(alone.sizes[i]) &&
+        turns[i] != 1)
+      return false;
+  return true;
+}
+
 }  // namespace
 
 void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
@@ -102,9 +113,10 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
     note_subclass(op);
     return;
   }
-  py::list arguments = describe_last(*stack, op.schema().arguments().size());
-  py::list turns = compare_arguments(*stack, op.schema().arguments().size());
-  py::list sources = find_sources(*stack, op.schema().arguments().size());
+  const size_t count = op.schema().arguments().size(), returns = op.schema().returns().size();
+  py::list arguments = describe_last(*stack, count);
+  py::list turns = compare_arguments(*stack, count);
+  py::list sources = find_sources(*stack, count);
   auto described = std::make_unique<CallArguments>(describe_arguments(op, *stack));
   const py::capsule values(described.release(),
                            [](void* held) { delete static_cast<CallArguments*>(held); });
@@ -113,23 +125,31 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   Stack given;
   if (alone) given.assign(stack->end() - std::ssize(op.schema().arguments()), stack->end());
   DefaultGenerator generator;
-  const bool is_of_samples = gets_samples(*stack, op.schema().arguments().size());
+  const bool is_of_samples = gets_samples(*stack, count);
+  const std::vector<int64_t> given_turns = list_turns(*stack, count);
+  const bool is_loss_call = joins_losses() && is_of_samples && is_loss(op, *stack) &&
+                            (!alone || are_together(*stack, count, *alone, given_turns));
+  const bool has_losses = gets_losses(*stack, count);
+  const bool keeps = has_losses && keeps_losses(op, list_tensors(*stack, count), losses_);
   const bool is_divided =
       (alone && try_batch_norm(op, stack, alone->sizes, statistics_)) ||
-      (joins_losses() && try_loss(op, stack, alone ? &alone->sizes : nullptr, is_of_samples));
+      (joins_losses() && try_loss(op, stack, alone ? &alone->sizes : nullptr, is_loss_call));
   if (!is_divided) op.callBoxed(stack);
-  if (has_subclass(*stack, op.schema().returns().size())) return note_subclass(op);
-  remember_results(*stack, op.schema().returns().size(), is_of_samples);
+  if (has_subclass(*stack, returns)) return note_subclass(op);
+  remember_results(*stack, returns, is_of_samples);
   const bool has_drawn = generator.has_drawn();
   if (has_drawn) {
     repeat_draw(*stack);
     note_draw(generator.before(), generator.read());
   }
-  const bool is_same = compare_results(*stack, op.schema().returns().size()) && has_same_numbers &&
-                       (!alone || has_drawn || is_divided || are_rows_free(op, given, *alone));
+  RowTurns rows = {true, std::vector<int64_t>(returns, 1)};
+  if (alone && !has_drawn && !is_divided) rows = compare_rows(op, given, *alone, given_turns);
+  note_results(*stack, returns, rows.turns, is_loss_call || keeps);
+  const bool is_same = compare_results(*stack, returns) && has_same_numbers && rows.are_free &&
+                       (!alone || is_divided || !has_losses || keeps);
   calls.append(py::make_tuple(op.schema().name(), op.schema().overload_name(), std::move(arguments),
-                              describe_last(*stack, op.schema().returns().size()), has_drawn,
-                              std::move(turns), std::move(sources), is_same, values));
+                              describe_last(*stack, returns), has_drawn, std::move(turns),
+                              std::move(sources), is_same, values));
 }
 
 // Returns, in a pass over all micro-batches, the arguments of this call in that over the first one;
@@ -270,7 +290,39 @@ void RecordedCalls::remember_results(const Stack& stack, size_t count, bool is_o
 }
 
 void RecordedCalls::note_samples(const std::vector<at::Tensor>& tensors) {
-  for (const at::Tensor& tensor : tensors) of_samples_.set(tensor, true);
+  for (const at::Tensor& tensor : tensors) {
+    of_samples_.set(tensor, true);
+    turns_.set(tensor, 1);
+  }
+}
+
+// Notes how the rows of results follow each other, and whether these are losses.
+void RecordedCalls::note_results(const Stack& stack, size_t count,
+                                 const std::vector<int64_t>& turns, bool are_losses) {
+  if (!joins_losses()) return;
+  const std::vector<at::Tensor> results = list_tensors(stack, count);
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (!results[i].defined()) continue;
+    turns_.set(results[i], i < turns.size() ? turns[i] : 0);
+    if (are_losses) losses_.set(results[i], true);
+  }
+}
+
+// Returns by how many turns the rows of arguments alternate; 0 for those of which it is not known.
+std::vector<int64_t> RecordedCalls::list_turns(const Stack& stack, size_t count) {
+  std::vector<int64_t> found;
+  for (const at::Tensor& tensor : list_tensors(stack, count)) {
+    const int64_t* const turns = tensor.defined() ? turns_.find(tensor) : nullptr;
+    found.push_back(turns ? *turns : 0);
+  }
+  return found;
+}
+
+bool RecordedCalls::gets_losses(const Stack& stack, size_t count) {
+  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
+  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.defined() && losses_.find(tensor);
+  });
 }
 
 bool RecordedCalls::gets_samples(const Stack& stack, size_t count) {

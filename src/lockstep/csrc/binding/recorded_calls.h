@@ -61,7 +61,11 @@ class RecordedCalls : public PassCalls {
   pybind11::list compare_arguments(const Stack& stack, size_t count);
   pybind11::list find_sources(const Stack& stack, size_t count);
   void remember_results(const Stack& stack, size_t count, bool is_of_samples);
+  void note_results(const Stack& stack, size_t count, const std::vector<int64_t>& turns,
+                    bool are_losses);
   bool gets_samples(const Stack& stack, size_t count);
+  std::vector<int64_t> list_turns(const Stack& stack, size_t count);
+  bool gets_losses(const Stack& stack, size_t count);
   // Lets the first and the last micro-batch have the numbers that their own passes have drawn.
   void repeat_draw(const Stack& stack);
   bool compare_results(const Stack& stack, size_t count);
@@ -76,6 +80,8 @@ class RecordedCalls : public PassCalls {
   bool has_other_draws_ = false;                   // which no operator has made
   TensorMap<int64_t> returned_;                    // by which call
   TensorMap<bool> of_samples_;                     // the tensors of the batch, and their results
+  TensorMap<int64_t> turns_;                       // by which the rows of micro-batches alternate
+  TensorMap<bool> losses_;                         // one per micro-batch
   RunningStatistics statistics_;                   // of a pass over several micro-batches
 };
 

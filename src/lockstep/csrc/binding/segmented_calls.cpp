@@ -50,8 +50,8 @@ class TreeSum {
 };
 
 // The rows of all micro-batches.
-at::Tensor join_rows(const std::vector<at::Tensor>& rows, int64_t dimension, int64_t turns) {
-  if (turns == 1) return at::cat(rows, dimension);
+at::Tensor join_turns(const std::vector<at::Tensor>& rows, int64_t dimension, int64_t turns) {
+  if (turns == 1) return join_rows(rows, dimension);
   std::vector<at::Tensor> parts;
   for (const at::Tensor& one : rows)
     parts.push_back(one.unflatten(dimension, {turns, one.size(dimension) / turns}));
@@ -287,7 +287,7 @@ void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentR
   for (size_t i = 0; i < returns; ++i) {
     at::Tensor result;
     if (is_defined[i] && rule.results[i] >= 0) {
-      result = join_rows(rows[i], rule.results[i], rule.turns);
+      result = join_turns(rows[i], rule.results[i], rule.turns);
     } else if (is_defined[i] && !rule.keeps_parts) {
       result = sums[i].total();
     } else if (is_defined[i]) {

@@ -12,6 +12,7 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <unordered_set>
 
 #include "torch_errors.h"
 
@@ -63,6 +64,42 @@ static const Operators* find_operators(const c10::OperatorHandle& op) {
   return nullptr;
 }
 
+// Returns whether a node of the graph multiplies, divides or selects the elements of a gradient, or
+// hands them on to one that does.
+static bool takes_elements(const torch::autograd::Node& node) {
+  static const std::unordered_set<std::string> kExact = {
+      "AbsBackward0",        "BinaryCrossEntropyBackward0",
+      "DivBackward1",        "HuberLossBackward0",
+      "MulBackward1",        "BinaryCrossEntropyWithLogitsBackward0",
+      "ClampBackward1",      "ClampMinBackward0",
+      "DivBackward0",        "ExpBackward0",
+      "LogBackward0",        "LogSoftmaxBackward0",
+      "MaskedFillBackward0", "MseLossBackward0",
+      "MulBackward0",        "NllLoss2DBackward0",
+      "NllLossBackward0",    "PowBackward0",
+      "ReluBackward0",       "SqrtBackward0",
+      "WhereBackward0",
+  };
+  static const std::unordered_set<std::string> kViews = {
+      "MeanBackward1",      "NegBackward0",       "PermuteBackward0", "ReshapeAliasBackward0",
+      "SqueezeBackward0",   "SqueezeBackward1",   "SumBackward1",     "TBackward0",
+      "TransposeBackward0", "UnsqueezeBackward0", "ViewBackward0"};
+  const std::string name = node.name();
+  if (kExact.contains(name)) return true;
+  // Those that broadcast a term add up its gradient.
+  const bool is_sum = name == "AddBackward0" || name == "SubBackward0";
+  if (!is_sum && !kViews.contains(name)) return false;
+  return std::all_of(node.next_edges().begin(), node.next_edges().end(),
+                     [&](const torch::autograd::Edge& edge) {
+                       if (!edge.is_valid()) return true;
+                       const auto& next = *edge.function;
+                       const bool has_shape =
+                           !is_sum || next.input_metadata(edge.input_nr).shape_as_dim_vector() ==
+                                          node.input_metadata(0).shape_as_dim_vector();
+                       return has_shape && takes_elements(next);
+                     });
+}
+
 // Returns whether a loss is a number, and not one for each sample.
 static bool is_reduced(const c10::OperatorHandle& op, const c10::IValue* given) {
   const auto reduction = op.schema().argumentIndexWithName("reduction");
@@ -85,8 +122,12 @@ static std::vector<std::vector<at::Tensor>> call_each(const c10::OperatorHandle&
     Stack part = given;
     if (segments > 1)
       change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
-        for (const auto& [sliced, dimension] : slices)
-          if (sliced == position) return take_rows(tensor, dimension, segment, segments);
+        for (const auto& [sliced, dimension] : slices) {
+          if (sliced != position) continue;
+          // Copied for its alignment, it would have another layout than in a separate pass.
+          CHECK_ARGUMENT(tensor.is_non_overlapping_and_dense(), "a loss gets a part of a tensor");
+          return take_rows(tensor, dimension, segment, segments);
+        }
         return tensor;
       });
     op.callBoxed(&part);
@@ -95,13 +136,15 @@ static std::vector<std::vector<at::Tensor>> call_each(const c10::OperatorHandle&
   return results;
 }
 
-// Returns the numbers of the micro-batches, each at all elements of its rows.
-static at::Tensor repeat_rows(const at::Tensor& numbers, at::IntArrayRef sizes, int64_t dimension) {
-  const int64_t segments = numbers.numel(), rows = sizes[static_cast<size_t>(dimension)];
-  std::vector<int64_t> one_per_row(sizes.size(), 1);
+// Returns the numbers of the micro-batches, each at all elements of its rows, in the layout of the
+// samples.
+static at::Tensor repeat_rows(const at::Tensor& numbers, const at::Tensor& samples,
+                              int64_t dimension) {
+  const int64_t segments = numbers.numel(), rows = samples.size(dimension);
+  std::vector<int64_t> one_per_row(static_cast<size_t>(samples.dim()), 1);
   one_per_row[static_cast<size_t>(dimension)] = rows;
   const at::Tensor repeated = numbers.unsqueeze(1).expand({segments, rows / segments});
-  return repeated.reshape(one_per_row).expand(sizes).contiguous();
+  return at::empty_like(samples).copy_(repeated.reshape(one_per_row));
 }
 
 // The gradient of samples, given that of the mean or the sum of each micro-batch, which a pass does
@@ -119,7 +162,7 @@ static at::Tensor spread(const c10::OperatorHandle& op, const at::Tensor& gradie
       is_logits ? values[4].toInt() == at::Reduction::Mean : op.schema().name() != kSum;
   at::Tensor rows = is_mean && !is_logits ? gradient / each : gradient;
   rows = rows.to(samples.scalar_type());
-  rows = repeat_rows(rows, samples.sizes(), dimension);
+  rows = repeat_rows(rows, samples, dimension);
   if (is_logits) rows = (samples.sigmoid() - saved[1]).mul_(rows);
   if (is_logits && is_mean) rows.div_(each);
   return rows;
@@ -204,10 +247,14 @@ static void call_gradient(const c10::OperatorHandle& op, Stack* stack, int64_t s
   const Stack given(stack->end() - std::ssize(op.schema().arguments()), stack->end());
   torch::jit::drop(*stack, given.size());
   const int64_t dimension = find_dimension(slices, 1);  // of the samples, as in their gradient
-  stack->emplace_back(at::cat(call_each(op, given, segments, slices).front(), dimension));
+  stack->emplace_back(join_rows(call_each(op, given, segments, slices).front(), dimension));
 }
 
 }  // namespace loss
+
+bool takes_elements(const at::Tensor& samples) {
+  return samples.grad_fn() && loss::takes_elements(*samples.grad_fn());
+}
 
 bool is_loss(const c10::OperatorHandle& op, const Stack& stack) {
   if (!at::GradMode::is_enabled() || !loss::find_operators(op)) return false;
@@ -217,9 +264,36 @@ bool is_loss(const c10::OperatorHandle& op, const Stack& stack) {
   const std::vector<at::Tensor> tensors = list_tensors(stack, count);
   // Sigmoids of other types depend on the position of an element.
   const bool is_logits = op.schema().name() == loss::kLogits;
-  if (is_logits && (tensors.size() > 2 || tensors[0].scalar_type() != at::kFloat)) return false;
+  if (is_logits && (tensors.size() > 2 || tensors[0].scalar_type() != at::kFloat ||
+                    tensors[1].scalar_type() != at::kFloat))
+    return false;
+  const bool has_operator = is_logits || loss::find_operators(op)->backward;
+  if (!has_operator && tensors[0].requires_grad() && !takes_elements(tensors[0])) return false;
   return std::none_of(tensors.begin() + 1, tensors.end(), [](const at::Tensor& tensor) {
     return tensor.defined() && tensor.requires_grad();
+  });
+}
+
+bool keeps_losses(const c10::OperatorHandle& op, const std::vector<at::Tensor>& tensors,
+                  TensorMap<bool>& losses) {
+  static const std::unordered_set<std::string> kCopies = {
+      "aten::_to_copy",   "aten::alias",     "aten::clone", "aten::detach",
+      "aten::empty_like", "aten::ones_like", "aten::to",    "aten::zeros_like"};
+  if (kCopies.contains(op.schema().name())) return true;
+  if (!op.hasTag(at::Tag::pointwise)) return false;
+  const auto is_loss = [&](const at::Tensor& tensor) {
+    return tensor.defined() && losses.find(tensor) != nullptr;
+  };
+  auto type = at::ScalarType::Undefined;  // of the losses, which counts for more than a number's
+  for (const at::Tensor& tensor : tensors)
+    if (is_loss(tensor))
+      type = type == at::ScalarType::Undefined ? tensor.scalar_type()
+                                               : c10::promoteTypes(type, tensor.scalar_type());
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    if (is_loss(tensor)) return true;
+    if (!tensor.defined() || tensor.dim() > 0) return false;
+    return tensor.unsafeGetTensorImpl()->is_wrapped_number() ||
+           c10::promoteTypes(type, tensor.scalar_type()) == type;
   });
 }
 
@@ -233,8 +307,7 @@ void call_loss(const c10::OperatorHandle& op, Stack* stack, int64_t segments,
 }
 
 bool try_loss(const c10::OperatorHandle& op, Stack* stack,
-              const std::vector<std::vector<int64_t>>* alone, bool is_of_samples) {
-  const bool is_forward = is_of_samples && is_loss(op, *stack);
+              const std::vector<std::vector<int64_t>>* alone, bool is_forward) {
   if (!is_forward && !(alone && loss::is_gradient(op, *stack))) return false;
   loss::Slices slices;
   if (alone) slices = loss::find_slices(op, *stack, *alone);

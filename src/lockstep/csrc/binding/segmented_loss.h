@@ -14,23 +14,32 @@
 
 namespace lockstep {
 
+// Returns whether samples, given the gradient of their mean or sum, get the same from a tensor with
+// an element for each as from torch's, one number that is expanded: if it is multiplied, divided or
+// selected next. Other kernels round some elements by their place in memory.
+bool takes_elements(const at::Tensor& samples);
+
 // Returns whether an operator computes a loss from samples, and from targets without gradients: a
 // mean of all elements, or their sum.
 bool is_loss(const c10::OperatorHandle& op, const Stack& stack);
 
-// Calls such an operator for the rows of each micro-batch.
+// Returns whether an operator computes from losses, one of which each micro-batch has, what it
+// computes from each, a number: an element by itself, with numbers of the same type.
+bool keeps_losses(const c10::OperatorHandle& op, const std::vector<at::Tensor>& tensors,
+                  TensorMap<bool>& losses);
+
+// Calls the operator of a loss for the rows of each micro-batch.
 //
 // `slices`: the tensors with rows by their position, and the dimensions of these.
 void call_loss(const c10::OperatorHandle& op, Stack* stack, int64_t segments,
                const std::vector<std::pair<size_t, int64_t>>& slices);
 
-// If an operator computes the loss of what is computed from samples, or is the backward operator of
-// one for several micro-batches, calls it for the rows of each, and returns true. Otherwise returns
-// false, and calls nothing.
+// If an operator computes a loss, or is the backward operator of one for several micro-batches,
+// calls it for the rows of each, and returns true. Otherwise returns false, and calls nothing.
 //
 // `alone`: the shapes of its tensors for one micro-batch; nullptr if it is called for one.
 bool try_loss(const c10::OperatorHandle& op, Stack* stack,
-              const std::vector<std::vector<int64_t>>* alone, bool is_of_samples);
+              const std::vector<std::vector<int64_t>>* alone, bool is_forward);
 
 // Computes the gradients of all micro-batches in one call, given the arguments of
 // nll_loss_backward, whose gradient of a sample is that of its micro-batch by the number of its

@@ -186,6 +186,8 @@ class CallComparison:
         )
         is_norm = self._kind in BATCH_NORMS
         is_divided = (is_norm or self._is_loss) and self._several.has_same_rows
+        if self._is_loss and self._sizes:
+            raise CannotJoin(f"{self._name} gets a size that grows with the samples")
         if is_divided and (is_backward or not is_coupled):
             return Slices(_list_rows(given), _list_added(returned), self._sizes)
         if not is_coupled:

@@ -13,9 +13,9 @@ from lockstep.pipeline.aliasing import SentTensors
 from lockstep.pipeline.boundary import unflatten
 from lockstep.pipeline.joint_passes import GivenInput, JointOutputs
 from lockstep.pipeline.split_backward import GraphInput
-from lockstep.training.one_pass.call_comparison import CannotJoin
+from lockstep.training.one_pass.pass_attempt import join_rows
 
-__all__ = ["StageForward", "join_given", "join_inputs"]
+__all__ = ["StageForward", "join_inputs"]
 
 
 @dataclass
@@ -52,25 +52,6 @@ def join_inputs(given: Sequence[GivenInput]) -> tuple[Any, GraphInput | None]:
         return join_samples(*inputs), None
     messages = [one.message for one in given if one.message is not None]
     columns = zip(*(message.tensors for message in messages), strict=True)
-    joined = [_join_rows(column) for column in columns]
+    joined = [join_rows(column) for column in columns]
     graph_input = GraphInput(joined, [meta.requires_grad for meta in messages[0].metas])
     return unflatten(messages[0].structure, graph_input.tensors), graph_input
-
-
-def _join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of several tensors as one, in new memory with the same strides."""
-    one = parts[0]
-    joined = torch.cat([*parts])
-    if one.stride()[1:] != joined.stride()[1:] and not one.is_contiguous():
-        raise CannotJoin("a tensor between stages has strides that those of samples lose together")
-    return joined
-
-
-def join_given(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the gradients of an output of several micro-batches as one; None: there are none."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return None
-    if len(present) < len(gradients) or present[0].dim() == 0:
-        raise CannotJoin("the losses of some micro-batches do not depend on an output")
-    return _join_rows(present)

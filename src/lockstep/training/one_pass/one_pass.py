@@ -19,6 +19,7 @@ default. After a difference the micro-batches are computed one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,10 +50,13 @@ from lockstep.portable.arithmetic import has_portable_bits
 from lockstep.training.one_pass.call_comparison import CannotJoin
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.pass_attempt import (
+    UNUSED,
     PassAttempt,
     RecordedPass,
     cut_rows,
+    describe_outputs,
     describe_shapes,
+    differentiate,
     find_roots,
     run_from_roots,
 )
@@ -246,6 +250,8 @@ class OnePass:
         state = self.begin_forward(attempt)
         outputs = attempt.forward.run(call)
         self.end_forward(attempt, state)
+        if isinstance(attempt.forward, RecordedPass):
+            attempt.outputs = describe_outputs(outputs, len(group))
         results = PassResults([], [], attempt.buffers_after)
         if attempt.joins_losses:
             root = self._find_root(attempt, loss)
@@ -269,11 +275,15 @@ class OnePass:
         return losses, shares.sum() if is_recorded else shares
 
     def _cut_outputs(self, outputs: Any, segments: int) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return the leaves of outputs, the parts of each, and the outputs of each micro-batch."""
+        """Return different leaves of outputs, their parts, and the outputs of each micro-batch."""
         leaves, structure = tree_flatten(outputs)
-        cuts = [cut_rows(leaf, segments) for leaf in leaves]
-        own = [tree_unflatten([cut[n] for cut in cuts], structure) for n in range(segments)]
-        return leaves, cuts, own
+        cuts = {id(leaf): cut_rows(leaf, segments) for leaf in leaves}
+        own = [
+            tree_unflatten([cuts[id(leaf)][n] for leaf in leaves], structure)
+            for n in range(segments)
+        ]
+        # What is returned twice has one gradient.
+        return [*{id(leaf): leaf for leaf in leaves}.values()], [*cuts.values()], own
 
     def _add_metrics(self, attempt: PassAttempt, results: PassResults, outputs: Any) -> None:
         """Compute the metrics of each micro-batch from its outputs, unless these do not count."""
@@ -310,10 +320,9 @@ class OnePass:
             results.losses.append(loss.detach())
             results.metrics.append(metrics)
         state = self._scopes.read_states()
-        run_from_roots(roots)  # together, since to start the engine takes as long as a loss
+        # Together, since to start the engine takes as long as a loss.
+        differentiate(roots, chain.from_iterable(cuts), self._parameters)
         self._require_states(state)
-        if any(parameter.grad is not None for parameter in self._parameters):
-            raise CannotJoin("the loss uses parameters of the model")
         return find_roots(leaves, cuts)
 
     def begin_forward(self, attempt: PassAttempt, last_call: int = 0) -> object:
@@ -367,7 +376,7 @@ class OnePass:
             CannotJoin: The micro-batches have to be computed one by one.
         """
         if not used:
-            raise CannotJoin("the loss does not depend on the outputs")
+            raise CannotJoin(UNUSED)
         if attempt.before_backward is not None:
             attempt.before_backward()
         state = self._scopes.read_states()

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.native_module import load_native
 from lockstep.data.microbatch import map_tensors
 from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers, have_same_bits
+from lockstep.kernel.norm import is_dense
 from lockstep.kernel.step_context import StepContext
 from lockstep.model.loss_root import run_backward
 from lockstep.training.one_pass.call_comparison import CannotJoin, NotedCall
 from lockstep.training.one_pass.grouped_passes import PassResults
 
 __all__ = [
+    "UNUSED",
     "Pass",
     "PassAttempt",
     "RecordedPass",
     "cut_parts",
     "cut_rows",
+    "describe_outputs",
     "describe_shapes",
+    "differentiate",
     "find_roots",
+    "join_gradients",
+    "join_rows",
     "list_calls",
     "list_names",
     "make_recorded",
@@ -37,6 +44,8 @@ __all__ = [
 
 ALIGNMENT = 64
 """The bytes of which the addresses of separate tensors are multiples."""
+
+UNUSED = "the loss does not depend on the outputs"
 
 UNCUT = "an output does not have one row per sample"
 
@@ -170,6 +179,7 @@ class PassAttempt:
     Attributes:
         before_backward: Called between forward and backward; raises `CannotJoin` to end the pass.
             None: nothing is.
+        outputs: What the parts of the outputs are, in a recorded pass.
         buffers_after: The buffers after each micro-batch; empty before the end of forward.
         results: The results; None before the end.
         error: Why there are none.
@@ -192,6 +202,7 @@ class PassAttempt:
         self.backward = backward
         self.joins_losses = joins_losses
         self.before_backward: Callable[[], None] | None = None
+        self.outputs: list[str] = []
         self.buffers_after: list[list[torch.Tensor]] = []
         self.results: PassResults | None = None
         self.error: Exception | None = None
@@ -260,14 +271,18 @@ class _UncutOutput:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self, *_: object) -> NoReturn:
         raise CannotJoin(f"the loss uses an output of the type {self._type}, which is not cut")
+
+    __bool__ = __eq__ = __ne__ = __hash__ = _refuse
 
 
 def cut_rows(leaf: Any, segments: int) -> Sequence[Any]:
     """Return the outputs of each micro-batch, detached."""
     if not isinstance(leaf, torch.Tensor):
-        is_value = leaf is None or isinstance(leaf, (bool, int, float, str))
-        return [leaf if is_value else _UncutOutput(leaf)] * segments
+        return [leaf if _is_value(leaf) else _UncutOutput(leaf)] * segments
     if not leaf.is_contiguous():
         raise CannotJoin(UNCUT)
     return cut_parts(leaf, segments)
@@ -290,17 +305,81 @@ def find_roots(
     leaves: Sequence[Any], cuts: Sequence[Sequence[Any]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the outputs whose parts have gradients, with these."""
-    roots = [(leaf, _join_gradients(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
+    roots = [(leaf, _join_cuts(cut)) for leaf, cut in zip(leaves, cuts, strict=True)]
     return [(leaf, gradient) for leaf, gradient in roots if gradient is not None]
 
 
-def _join_gradients(cuts: Sequence[Any]) -> torch.Tensor | None:
+def _join_cuts(cuts: Sequence[Any]) -> torch.Tensor | None:
     """Return the gradients of an output; None if it has none."""
-    gradients = [cut.grad if isinstance(cut, torch.Tensor) else None for cut in cuts]
+    return join_gradients([cut.grad if isinstance(cut, torch.Tensor) else None for cut in cuts])
+
+
+def join_gradients(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the gradients of the parts of an output as one; None if they have none."""
     present = [gradient for gradient in gradients if gradient is not None]
-    if present and len(present) < len(cuts):
+    if present and len(present) < len(gradients):
         raise CannotJoin("the losses of some micro-batches do not depend on an output")
-    return torch.cat(present) if present else None
+    return join_rows(present) if present else None
+
+
+def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of several tensors as one, in new memory with the same strides.
+
+    Some kernels round elements by their place in memory.
+
+    Raises:
+        CannotJoin: The rows of one tensor cannot have the strides of the parts.
+    """
+    one = parts[0]
+    if len(parts) == 1:
+        return one.detach().clone()
+    if one.dim() == 0:
+        raise CannotJoin(UNCUT)
+    if all(part.is_contiguous() for part in parts):
+        return torch.cat([*parts])
+    has_gaps = one.stride(0) * one.shape[0] != one.numel() or not is_dense(one)
+    if has_gaps or any(part.stride() != one.stride() for part in parts):
+        raise CannotJoin("a tensor has strides that those of all samples cannot have")
+    joined = one.new_empty_strided((len(parts) * one.shape[0], *one.shape[1:]), one.stride())
+    return torch.cat([part.detach() for part in parts], out=joined)
+
+
+def differentiate(
+    roots: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    cuts: Iterable[Any],
+    parameters: Sequence[nn.Parameter],
+) -> None:
+    """Set the gradients of parts of outputs, as the losses compute them: with their own strides.
+
+    Raises:
+        CannotJoin: Parameters have gradients, too.
+    """
+    inputs = [cut for cut in cuts if isinstance(cut, torch.Tensor) and cut.requires_grad]
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not inputs:
+        raise CannotJoin(UNUSED)
+    losses, gradients = zip(*roots, strict=True)
+    found = torch.autograd.grad(losses, [*inputs, *trainable], gradients, allow_unused=True)
+    if any(gradient is not None for gradient in found[len(inputs) :]):
+        raise CannotJoin("the loss uses parameters of the model")
+    for cut, gradient in zip(inputs, found, strict=False):
+        cut.grad = gradient
+
+
+def describe_outputs(outputs: Any, segments: int) -> list[str]:
+    """Return what the parts of outputs for each micro-batch are: shapes, and values as text."""
+    return [_describe_output(leaf, segments) for leaf in tree_leaves(outputs)]
+
+
+def _describe_output(leaf: Any, segments: int) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf) if _is_value(leaf) else type(leaf).__name__
+    rows = [leaf.shape[0] / segments, *leaf.shape[1:]] if leaf.dim() else []
+    return f"{leaf.dtype} {[*map(float, rows)]}"
+
+
+def _is_value(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (bool, int, float, str))
 
 
 def run_from_roots(roots: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:

@@ -55,6 +55,11 @@ MOST_TRIALS = 8
 MOST_CHANGES = 3
 """How often a pass of a kind is planned again, because the model has called other operators."""
 
+DOUBT = (
+    ", so unless the model was changed, the bits of earlier steps may be others than those of "
+    "separate passes"
+)
+
 CHANGED = "{} was not called as in the first step"
 
 
@@ -342,11 +347,8 @@ class Trial:
         except CannotJoin as reason:
             joined = None
             known.explain(str(reason))
-            if not self.is_new:
-                known.note += (
-                    ", so unless the model was changed, the bits of earlier steps may be others "
-                    "than those of separate passes"
-                )
+            if not self.is_new and DOUBT not in known.note:
+                known.note += DOUBT
         except Exception as error:  # the separate passes had none
             joined = None
             known.explain(f"several micro-batches raise {type(error).__name__}: {error}")
@@ -433,6 +435,8 @@ class Trial:
         yield together
         together.before_backward = None  # whose reference to the pass would keep its tensors
         together.take()
+        if together.outputs != alone.outputs:
+            raise CannotJoin("the model returns another value or shape for several micro-batches")
         self._discard()
         plans.append(self._plan_pass(alone, together, is_backward=True))
         forward, backward = plans

@@ -76,24 +76,34 @@ class SinglePasses:
     def note_gradients(self, index: int, gradients: OutputGradients) -> None:
         """Note the gradients of the output of a single pass."""
         if (noted := self._passes.get(index)) is not None and gradients.tensors is not None:
-            noted.gradients = replace(gradients, tensors=[*map(_copy, gradients.tensors)])
+            noted.gradients = replace(gradients, tensors=_copy_present(gradients.tensors))
 
     def note_input_gradients(self, index: int, made: Sequence[torch.Tensor | None]) -> None:
         """Note the gradients of the input of a single pass."""
         if (noted := self._passes.get(index)) is not None:
-            noted.made = [*map(_copy, made)]
+            noted.made = _copy_present(made)
             noted.made_metas = [*map(describe_gradient, made)]
 
 
-def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a copy with the same strides."""
-    return None if tensor is None else tensor.detach().clone()
+def _copy_present(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return copies of the tensors that are not None."""
+    return [None if tensor is None else _copy(tensor) for tensor in tensors]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides, also of an expanded tensor and of one with gaps."""
+    once = tensor.detach()
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            once = once.narrow(dimension, 0, 1)
+    copy = once.new_empty_strided(once.shape, once.stride()).copy_(once)
+    return copy.expand(tensor.shape)
 
 
 def _copy_given(given: GivenInput) -> GivenInput:
     """Return a copy of what a stage got, which blocks may write."""
     if given.message is not None:
-        tensors = [tensor.clone() for tensor in given.message.tensors]
+        tensors = [_copy(tensor) for tensor in given.message.tensors]
         return replace(given, message=replace(given.message, tensors=tensors))
     assert given.first is not None
     return replace(given, first=replace(given.first, data=clone_tensors(given.first.data)))

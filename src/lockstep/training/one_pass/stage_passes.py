@@ -38,14 +38,16 @@ from lockstep.training.one_pass.call_comparison import CannotJoin, NotedCall
 from lockstep.training.one_pass.grouped_passes import PassResults
 from lockstep.training.one_pass.joined_rows import (
     StageForward,
-    join_given,
     join_inputs,
 )
 from lockstep.training.one_pass.one_pass import OnePass
 from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
+    RecordedPass,
     cut_parts,
+    describe_outputs,
     describe_shapes,
+    join_gradients,
     make_recorded,
 )
 from lockstep.training.one_pass.pass_plan import count_bytes
@@ -300,6 +302,8 @@ class StagePasses(OnePass):
             value = inspector.call_blocks(self._blocks, data, where, attempt.forward.run)
         self.end_forward(attempt, state)
         last_call = self._scopes.last_call
+        if self._is_last and isinstance(attempt.forward, RecordedPass):
+            attempt.outputs = describe_outputs(value, len(given))
         if self._is_last:
             made = self._compute_losses(attempt, value, last_call)
         else:
@@ -363,7 +367,7 @@ class StagePasses(OnePass):
             used = [*zip(made.outputs, made.gradients, strict=True)]
         else:
             columns = zip(*(one.tensors or () for one in gradients), strict=True)
-            pairs = zip(made.outputs, map(join_given, columns), strict=False)
+            pairs = zip(made.outputs, map(join_gradients, columns), strict=False)
             used = [(output, gradient) for output, gradient in pairs if gradient is not None]
         self.run_from_outputs(attempt, used)
         found = [] if made.graph_input is None else made.graph_input.gradients
@@ -395,7 +399,8 @@ class StagePasses(OnePass):
         groups = self._list_nodes(following)
         for group in groups:
             kind = PassKind(len(group), self._shapes[group[0].index])
-            if kind in self._used and kind not in self._due:
+            is_due = kind not in self._used or kind in self._due
+            if not is_due or not self.known.fits(kind):
                 continue
             trial = self.begin_trial(self._step, self._stage.buffers, group)
             if trial is not None:
@@ -443,6 +448,7 @@ class StagePasses(OnePass):
         if ended or is_measured:
             self.is_comparing = True
             self._stage.leave()
+            self._stage.inspector.state.hold()  # what blocks fill for other sizes is no change
         if not self._trials:
             self._noted.clear()
 
