@@ -243,19 +243,13 @@ class PassAttempt:
 
 def describe_shapes(data: Any) -> Any:
     """Return the shapes of the tensors in a micro-batch; None if not every part is one."""
-    shapes: list[Any] = []
-
-    def describe(tensor: torch.Tensor) -> torch.Tensor:
-        is_plain = tensor.layout is torch.strided and tensor.dim() > 0
-        shapes.append((tensor.shape, tensor.dtype, tensor.stride()) if is_plain else None)
-        return tensor
-
-    if type(data) in (tuple, list) and all(type(part) is torch.Tensor for part in data):
-        for part in data:
-            describe(part)
-    else:
-        map_tensors(describe, data)
-    return tuple(shapes) if shapes and None not in shapes else None
+    tensors: Any = data
+    if type(data) not in (tuple, list) or any(type(part) is not torch.Tensor for part in data):
+        tensors = []
+        map_tensors(tensors.append, data)
+    if any(tensor.layout is not torch.strided or tensor.dim() == 0 for tensor in tensors):
+        return None
+    return tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors]) or None
 
 
 class _UncutOutput:
