@@ -33,7 +33,7 @@ LIMITS = {
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments": 0,
     "joined assignments to attributes": 0,
-    "imports per module": 5.0,
+    "imports per module": 5.05,
     "kernel: nodes": 20_400,
     "kernel: modules reached": 0,
     "step: modules reached": 63,

@@ -61,6 +61,7 @@ from lockstep.model.watched_calls import ComputeAgain
 __all__ = ["GradientReducer"]
 
 
+# It has many methods: those of a step's micro-batches, of its last backward pass, and of its end.
 class GradientReducer:
     """Adds the gradients of one step over its micro-batches and over the ranks.
 

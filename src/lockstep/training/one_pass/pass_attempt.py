@@ -38,6 +38,7 @@ __all__ = [
     "list_calls",
     "list_names",
     "make_recorded",
+    "require_elements",
     "run_from_roots",
     "take_calls",
 ]
@@ -358,6 +359,12 @@ def differentiate(
         raise CannotJoin("the loss uses parameters of the model")
     for cut, gradient in zip(inputs, found, strict=False):
         cut.grad = gradient
+
+
+def require_elements(losses: torch.Tensor) -> None:
+    """Raise CannotJoin if what has computed losses may round a gradient by its place in memory."""
+    if not load_native().takes_elements(losses):
+        raise CannotJoin("the losses are results of an operator that may round their gradient")
 
 
 def describe_outputs(outputs: Any, segments: int) -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.native_module import load_native
 from lockstep.data.microbatch import join_samples
 from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers
@@ -34,6 +33,7 @@ from lockstep.training.one_pass.pass_attempt import (
     RecordedPass,
     cut_rows,
     find_roots,
+    require_elements,
     run_from_roots,
 )
 from lockstep.training.one_pass.pass_trial import Trial
@@ -125,9 +125,8 @@ class ScriptPass:
         self._passes.end_forward(attempt, self._state)
         if not losses.requires_grad or torch.is_autocast_enabled("cpu"):
             raise CannotJoin("the losses have no gradient, or are computed in autocast")
-        is_recorded = isinstance(attempt.forward, RecordedPass)
-        if not is_recorded and not load_native().takes_elements(losses):
-            raise CannotJoin("the losses are results of an operator that may round their gradient")
+        if not isinstance(attempt.forward, RecordedPass):
+            require_elements(losses)
         cuts = cut_rows(losses, len(attempt.group))
         results = PassResults([], [], attempt.buffers_after)
         roots = []
