@@ -375,8 +375,9 @@ def describe_outputs(outputs: Any, segments: int) -> list[str]:
 def _describe_output(leaf: Any, segments: int) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf) if _is_value(leaf) else type(leaf).__name__
-    rows = [leaf.shape[0] / segments, *leaf.shape[1:]] if leaf.dim() else []
-    return f"{leaf.dtype} {[*map(float, rows)]}"
+    # The number of rows may be a fraction, which that of one micro-batch is not.
+    shape = [leaf.shape[0] / segments, *leaf.shape[1:]] if leaf.dim() else []
+    return f"{leaf.dtype} {shape}"
 
 
 def _is_value(leaf: Any) -> bool:
