@@ -128,6 +128,17 @@ std::optional<int64_t> find_grown(at::IntArrayRef one, at::IntArrayRef several) 
   return grown;
 }
 
+std::vector<int64_t> find_turns(const at::Tensor& tensor, int64_t dimension, int64_t segment,
+                                int64_t segments, uint64_t hash) {
+  std::vector<int64_t> found;
+  const int64_t rows = tensor.size(dimension) / segments;
+  for (int64_t turns = 1; turns <= rows; ++turns)
+    if (rows % turns == 0 &&
+        hash_bits(take_rows(tensor, dimension, segment, segments, turns)) == hash)
+      found.push_back(turns);
+  return found;
+}
+
 at::Tensor join_rows(const std::vector<at::Tensor>& rows, int64_t dimension) {
   const at::Tensor& one = rows.front();
   const auto has_layout = [&](const at::Tensor& part) {

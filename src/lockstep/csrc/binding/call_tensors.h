@@ -101,6 +101,10 @@ std::optional<int64_t> find_grown(at::IntArrayRef one, at::IntArrayRef several);
 at::Tensor take_rows(const at::Tensor& tensor, int64_t dimension, int64_t segment, int64_t segments,
                      int64_t turns = 1);
 
+// Returns by how many turns a tensor may have the rows of a micro-batch that have a hash.
+std::vector<int64_t> find_turns(const at::Tensor& tensor, int64_t dimension, int64_t segment,
+                                int64_t segments, uint64_t hash);
+
 // Joins the rows of micro-batches, in the memory layout of theirs where rows are outermost.
 at::Tensor join_rows(const std::vector<at::Tensor>& rows, int64_t dimension);
 

@@ -70,21 +70,14 @@ at::Tensor without_nan(const at::Tensor& tensor) {
 
 // Returns by how many turns a result for all micro-batches may have the rows of that for one; {0}
 // if this cannot be said.
-std::vector<int64_t> find_turns(const at::Tensor& all, const at::Tensor& one, int64_t segment,
-                                int64_t segments) {
+std::vector<int64_t> compare_result(const at::Tensor& all, const at::Tensor& one, int64_t segment,
+                                    int64_t segments) {
   if (!all.defined() || !one.defined() || all.layout() != at::kStrided || !all.is_cpu() ||
       one.numel() == 0)
     return {0};
   const std::optional<int64_t> dimension = find_grown(one.sizes(), all.sizes());
   if (!dimension || all.size(*dimension) != one.size(*dimension) * segments) return {0};
-  const int64_t rows = one.size(*dimension);
-  const uint64_t expected = hash_bits(without_nan(one));
-  std::vector<int64_t> found;
-  for (int64_t turns = 1; turns <= rows; ++turns)
-    if (rows % turns == 0 &&
-        hash_bits(without_nan(take_rows(all, *dimension, segment, segments, turns))) == expected)
-      found.push_back(turns);
-  return found;
+  return find_turns(without_nan(all), *dimension, segment, segments, hash_bits(without_nan(one)));
 }
 
 // Of the turns that results may have, those of an argument, or else the only ones; 0 if there are
@@ -166,7 +159,7 @@ RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const C
     if (!apart || apart->size() != together->size()) return found;
     found.turns.resize(apart->size());
     for (size_t i = 0; i < apart->size(); ++i) {
-      const auto possible = find_turns((*together)[i], (*apart)[i], segment, rows.segments);
+      const auto possible = compare_result((*together)[i], (*apart)[i], segment, rows.segments);
       found.are_free = found.are_free && !possible.empty();
       found.turns[i] = choose_turns(possible, given_turns);
     }

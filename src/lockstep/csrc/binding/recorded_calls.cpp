@@ -77,19 +77,20 @@ TensorBits read_bits(const at::Tensor& tensor) {
 }
 
 // Returns the numbers of turns by which `one` may be the rows of the first micro-batch.
-std::vector<int64_t> find_turns(const TensorBits& one, const at::Tensor& several) {
-  std::vector<int64_t> found;
+std::vector<int64_t> compare_first(const TensorBits& one, const at::Tensor& several) {
   const bool is_plain = one.hash && is_readable(several) && one.type == several.scalar_type();
-  if (!is_plain || c10::multiply_integers(one.sizes) == 0) return found;
+  if (!is_plain || c10::multiply_integers(one.sizes) == 0) return {};
   const std::optional<int64_t> grown = find_grown(one.sizes, several.sizes());
-  if (!grown) return found;
-  const int64_t rows = one.sizes[static_cast<size_t>(*grown)];
-  for (int64_t turns = 1; turns <= rows; ++turns) {
-    if (rows % turns) continue;
-    const at::Tensor taken = take_rows(several, *grown, 0, several.size(*grown) / rows, turns);
-    if (hash_bits(taken) == one.hash) found.push_back(turns);
-  }
-  return found;
+  if (!grown) return {};
+  const int64_t segments = several.size(*grown) / one.sizes[static_cast<size_t>(*grown)];
+  return find_turns(several, *grown, 0, segments, *one.hash);
+}
+
+template <typename Value>
+bool has_any(TensorMap<Value>& known, const std::vector<at::Tensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.defined() && known.find(tensor);
+  });
 }
 
 // Returns whether the rows of each micro-batch follow each other in all arguments that have rows.
@@ -125,12 +126,13 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   Stack given;
   if (alone) given.assign(stack->end() - std::ssize(op.schema().arguments()), stack->end());
   DefaultGenerator generator;
-  const bool is_of_samples = gets_samples(*stack, count);
+  const std::vector<at::Tensor> tensors = list_tensors(*stack, count);
+  const bool is_of_samples = has_any(of_samples_, tensors);
   const std::vector<int64_t> given_turns = list_turns(*stack, count);
   const bool is_loss_call = joins_losses() && is_of_samples && is_loss(op, *stack) &&
                             (!alone || are_together(*stack, count, *alone, given_turns));
-  const bool has_losses = gets_losses(*stack, count);
-  const bool keeps = has_losses && keeps_losses(op, list_tensors(*stack, count), losses_);
+  const bool has_losses = has_any(losses_, tensors);
+  const bool keeps = has_losses && keeps_losses(op, tensors, losses_);
   const bool is_divided =
       (alone && try_batch_norm(op, stack, alone->sizes, statistics_)) ||
       (joins_losses() && try_loss(op, stack, alone ? &alone->sizes : nullptr, is_loss_call));
@@ -318,20 +320,6 @@ std::vector<int64_t> RecordedCalls::list_turns(const Stack& stack, size_t count)
   return found;
 }
 
-bool RecordedCalls::gets_losses(const Stack& stack, size_t count) {
-  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
-  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-    return tensor.defined() && losses_.find(tensor);
-  });
-}
-
-bool RecordedCalls::gets_samples(const Stack& stack, size_t count) {
-  const std::vector<at::Tensor> tensors = list_tensors(stack, count);
-  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-    return tensor.defined() && of_samples_.find(tensor);
-  });
-}
-
 py::list RecordedCalls::compare_arguments(const Stack& stack, size_t count) {
   py::list turns;
   const auto number = static_cast<size_t>(py::len(calls));
@@ -340,7 +328,7 @@ py::list RecordedCalls::compare_arguments(const Stack& stack, size_t count) {
   const at::NoGradGuard guard;
   if (first_ && number < first_->kept_.size() && first_->kept_[number].size() == tensors.size()) {
     for (size_t i = 0; i < tensors.size(); ++i)
-      turns.append(find_turns(first_->kept_[number][i], tensors[i]));
+      turns.append(compare_first(first_->kept_[number][i], tensors[i]));
   }
   if (keeps_) {
     std::vector<TensorBits>& kept = kept_.emplace_back();

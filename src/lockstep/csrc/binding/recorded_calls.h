@@ -63,9 +63,7 @@ class RecordedCalls : public PassCalls {
   void remember_results(const Stack& stack, size_t count, bool is_of_samples);
   void note_results(const Stack& stack, size_t count, const std::vector<int64_t>& turns,
                     bool are_losses);
-  bool gets_samples(const Stack& stack, size_t count);
   std::vector<int64_t> list_turns(const Stack& stack, size_t count);
-  bool gets_losses(const Stack& stack, size_t count);
   // Lets the first and the last micro-batch have the numbers that their own passes have drawn.
   void repeat_draw(const Stack& stack);
   bool compare_results(const Stack& stack, size_t count);
