@@ -96,7 +96,8 @@ class GroupSizeTuner:
     Attributes:
         limits: What the stages have reported: the largest size for which they have memory, and the
             largest that one of them computes in one pass.
-        fixed: A size to use wherever it is allowed, for a benchmark. None: the fastest is chosen.
+        fixed: The group size to use instead of the fastest one. If the limits do not allow it,
+            micro-batches are computed one by one. Default: None.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,6 @@ from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
     RecordedPass,
     cut_rows,
-    describe_outputs,
     describe_shapes,
     differentiate,
     find_roots,
@@ -250,8 +249,7 @@ class OnePass:
         state = self.begin_forward(attempt)
         outputs = attempt.forward.run(call)
         self.end_forward(attempt, state)
-        if isinstance(attempt.forward, RecordedPass):
-            attempt.outputs = describe_outputs(outputs, len(group))
+        attempt.note_outputs(outputs)
         results = PassResults([], [], attempt.buffers_after)
         if attempt.joins_losses:
             root = self._find_root(attempt, loss)

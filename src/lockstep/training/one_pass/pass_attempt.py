@@ -29,7 +29,6 @@ __all__ = [
     "RecordedPass",
     "cut_parts",
     "cut_rows",
-    "describe_outputs",
     "describe_shapes",
     "differentiate",
     "find_roots",
@@ -180,7 +179,7 @@ class PassAttempt:
     Attributes:
         before_backward: Called between forward and backward; raises `CannotJoin` to end the pass.
             None: nothing is.
-        outputs: What the parts of the outputs are, in a recorded pass.
+        outputs: What the part of each micro-batch in the outputs is, in a recorded pass.
         buffers_after: The buffers after each micro-batch; empty before the end of forward.
         results: The results; None before the end.
         error: Why there are none.
@@ -207,6 +206,12 @@ class PassAttempt:
         self.buffers_after: list[list[torch.Tensor]] = []
         self.results: PassResults | None = None
         self.error: Exception | None = None
+
+    def note_outputs(self, outputs: Any) -> None:
+        """Note what the part of each micro-batch in the outputs is, in a recorded pass."""
+        if isinstance(self.forward, RecordedPass):
+            segments = len(self.group)
+            self.outputs = [_describe_output(leaf, segments) for leaf in tree_leaves(outputs)]
 
     @contextmanager
     def use_buffers(self, number: int) -> Iterator[None]:
@@ -367,12 +372,8 @@ def require_elements(losses: torch.Tensor) -> None:
         raise CannotJoin("the losses are results of an operator that may round their gradient")
 
 
-def describe_outputs(outputs: Any, segments: int) -> list[str]:
-    """Return what the parts of outputs for each micro-batch are: shapes, and values as text."""
-    return [_describe_output(leaf, segments) for leaf in tree_leaves(outputs)]
-
-
 def _describe_output(leaf: Any, segments: int) -> str:
+    """Return what the part of a micro-batch is: its dtype and shape, or a value as text."""
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf) if _is_value(leaf) else type(leaf).__name__
     # The number of rows may be a fraction, which that of one micro-batch is not.

@@ -367,7 +367,8 @@ class Trial:
         if joined is not None:
             try:
                 return (yield from self._compare(watch, joined))
-            except Exception:  # also one that the changed model raises
+            except Exception:
+                # A model that has changed may raise anything in the old plan. It is planned again.
                 if not joined.find_difference():
                     raise
                 known.forget(self._kind)

@@ -43,9 +43,7 @@ from lockstep.training.one_pass.joined_rows import (
 from lockstep.training.one_pass.one_pass import OnePass
 from lockstep.training.one_pass.pass_attempt import (
     PassAttempt,
-    RecordedPass,
     cut_parts,
-    describe_outputs,
     describe_shapes,
     join_gradients,
     make_recorded,
@@ -302,9 +300,8 @@ class StagePasses(OnePass):
             value = inspector.call_blocks(self._blocks, data, where, attempt.forward.run)
         self.end_forward(attempt, state)
         last_call = self._scopes.last_call
-        if self._is_last and isinstance(attempt.forward, RecordedPass):
-            attempt.outputs = describe_outputs(value, len(given))
         if self._is_last:
+            attempt.note_outputs(value)
             made = self._compute_losses(attempt, value, last_call)
         else:
             made = self._make_outputs(given, value, last_call)
