@@ -3,8 +3,10 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/ThreadLocalState.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <numeric>
@@ -35,6 +37,26 @@ void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t
           body(*reinterpret_cast<const int64_t*>(data[0] + i * strides[0]));
       },
       grain);
+}
+
+int64_t find_node(int64_t elements, int64_t segments) {
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  if (threads > segments && elements / segments > at::internal::GRAIN_SIZE) return segments;
+  int64_t node = 1;
+  while (node * threads < segments) node *= 2;
+  return node;
+}
+
+void run_segments(int64_t segments, int64_t node, const std::function<void(int64_t)>& body) {
+  const auto run_node = [&](int64_t first) {
+    for (int64_t i = first; i < std::min(segments, first + node); ++i) body(i);
+  };
+  if (node >= segments) return run_node(0);
+  const at::ThreadLocalState state;  // such as the keys below which operators are called
+  run_parallel((segments + node - 1) / node, 1, [&](int64_t number) {
+    const at::ThreadLocalStateGuard guard(state);
+    run_node(number * node);
+  });
 }
 
 static std::mutex noted_mutex;

@@ -19,14 +19,16 @@
 namespace lockstep {
 namespace {
 
-// Adds tensors along the tree, in the memory of the left one.
+// Adds tensors along the tree, in the memory of the left one. What is not defined is not added.
 class TreeSum {
  public:
   void add(at::Tensor value) {
+    if (!value.defined()) return;
     for (uint64_t leaf = leaves_++; leaf & 1; leaf >>= 1) value = join(take(), std::move(value));
     held_.push_back(std::move(value));
   }
   at::Tensor total() {
+    if (held_.empty()) return {};
     while (held_.size() > 1) {
       at::Tensor right = take();
       held_.push_back(join(take(), std::move(right)));
@@ -85,31 +87,61 @@ at::Tensor add_entries(at::Tensor entries) {
   return entries.select(0, 0);
 }
 
+// The rows of each micro-batch one after the other, where they alternate.
+at::Tensor sort_rows(const at::Tensor& tensor, int64_t dimension, int64_t segments, int64_t turns) {
+  if (turns == 1) return tensor;
+  const int64_t each = tensor.size(dimension) / segments / turns;
+  const at::Tensor rows = tensor.movedim(dimension, 0).unflatten(0, {turns, segments, each});
+  return rows.transpose(0, 1).flatten(0, 2).movedim(0, dimension);
+}
+
 // Computes the products of all micro-batches, whose terms are the rows, and their sum.
-std::vector<at::Tensor> try_product(const c10::IValue* arguments, int64_t segments) {
+std::vector<at::Tensor> try_product(const c10::IValue* arguments, int64_t segments,
+                                    const SegmentRule& rule) {
   at::Tensor sum =
-      try_multiply_segments(arguments[0].toTensor(), arguments[1].toTensor(), segments);
+      try_multiply_segments(sort_rows(arguments[0].toTensor(), 1, segments, rule.turns),
+                            sort_rows(arguments[1].toTensor(), 0, segments, rule.turns), segments);
   return sum.defined() ? std::vector{std::move(sum)} : std::vector<at::Tensor>();
 }
 
+// The sum along the tree of the sums of each micro-batch over some dimensions, the first of which
+// has its rows; undefined if torch may add a micro-batch on its own in another order.
+at::Tensor add_rows(const at::Tensor& rows, int64_t dimension, int64_t segments, int64_t turns,
+                    std::vector<int64_t> reduced, bool keeps_dimensions) {
+  if (!rows.is_contiguous()) return {};
+  const int64_t each = rows.size(dimension) / segments;
+  // A copy begins with all of the first micro-batch.
+  const at::Tensor parts = rows.unflatten(dimension, {turns, segments, each / turns})
+                               .movedim(dimension + 1, 0)
+                               .contiguous()
+                               .flatten(dimension + 1, dimension + 2);
+  const auto address = reinterpret_cast<uintptr_t>(parts.const_data_ptr());
+  const int64_t bytes = parts.stride(0) * parts.element_size();
+  if (address % kAlignment || bytes % int64_t{kAlignment}) return {};
+  for (int64_t& one : reduced) ++one;
+  return add_entries(parts.sum(reduced, keeps_dimensions));
+}
+
 // Computes the sums of the rows of all micro-batches, and their sum.
-std::vector<at::Tensor> try_sum(const c10::IValue* arguments, int64_t segments) {
+std::vector<at::Tensor> try_sum(const c10::IValue* arguments, int64_t segments,
+                                const SegmentRule& rule) {
   const at::Tensor& rows = arguments[0].toTensor();
-  const int64_t each = rows.size(0) / segments;
-  const auto address = reinterpret_cast<uintptr_t>(rows.const_data_ptr());
-  const int64_t bytes = each * rows.stride(0) * rows.element_size();
-  const bool is_aligned = address % kAlignment == 0 && bytes % int64_t{kAlignment} == 0;
-  if (!arguments[1].isIntList() || arguments[1].toIntVector() != std::vector<int64_t>{0} ||
-      !arguments[3].isNone() || !rows.is_contiguous() || !is_aligned)
-    return {};
-  return {add_entries(rows.unflatten(0, {segments, each}).sum(1, arguments[2].toBool()))};
+  if (!arguments[1].isIntList() || !arguments[3].isNone()) return {};
+  std::vector<int64_t> reduced = arguments[1].toIntVector();
+  for (int64_t& one : reduced) one += one < 0 ? rows.dim() : 0;
+  at::Tensor sum = add_rows(rows, rule.slices[0].second, segments, rule.turns, std::move(reduced),
+                            arguments[2].toBool());
+  return sum.defined() ? std::vector{std::move(sum)} : std::vector<at::Tensor>();
 }
 
 // Computes the input gradients of all micro-batches together, and the others along the tree.
-std::vector<at::Tensor> try_convolution(const c10::IValue* arguments, int64_t segments) {
+std::vector<at::Tensor> try_convolution(const c10::IValue* arguments, int64_t segments,
+                                        const SegmentRule&) {
   std::vector<at::Tensor> results = try_convolution_segments(arguments, segments);
   if (results.empty() || !arguments[10].toBoolList()[2]) return results;
   const at::Tensor gradient = arguments[0].toTensor().contiguous();
+  results[2] = add_rows(gradient, 0, segments, 1, {0, 2, 3}, false);
+  if (results[2].defined()) return results;
   TreeSum of_bias;
   for (int64_t segment = 0; segment < segments; ++segment)
     of_bias.add(take_rows(gradient, 0, segment, segments).sum({0, 2, 3}));
@@ -117,26 +149,32 @@ std::vector<at::Tensor> try_convolution(const c10::IValue* arguments, int64_t se
   return results;
 }
 
+template <std::vector<at::Tensor> (*compute)(const c10::IValue*, int64_t)>
+std::vector<at::Tensor> without_rule(const c10::IValue* arguments, int64_t segments,
+                                     const SegmentRule&) {
+  return compute(arguments, segments);
+}
+
 // Returns what computes the results of all micro-batches, and their sum, in a few calls.
 SegmentedCalls::Total find_total(const std::string& name, const std::string& overload,
                                  const std::optional<SegmentRule>& rule) {
   using Slices = std::vector<std::pair<size_t, int64_t>>;
-  if (!rule || rule->draws || rule->turns > 1 || rule->keeps_parts) return nullptr;
+  if (!rule || rule->draws || rule->keeps_parts) return nullptr;
   if (name == "aten::mm" && overload.empty() && rule->slices == Slices{{0, 1}, {1, 0}})
     return try_product;
+  if (name == "aten::sum" && overload == "dim_IntList" && rule->results.front() < 0) return try_sum;
+  if (rule->turns > 1) return nullptr;
   if (name == "aten::convolution_backward" && overload.empty() &&
       rule->slices == Slices{{0, 0}, {1, 0}})
     return try_convolution;
   if (name == "aten::mkldnn_rnn_layer_backward" && overload.empty() &&
       rule->results == std::vector<int64_t>{1, -1, -1, -1, -1, 0, 0})
-    return try_lstm_segments;
+    return without_rule<try_lstm_segments>;
   const bool is_of_samples =
       rule->slices.size() == 4 && std::all_of(rule->slices.begin(), rule->slices.end(),
                                               [](const auto& one) { return one.second == 0; });
   if (name == "aten::nll_loss_backward" && overload.empty() && is_of_samples)
-    return try_nll_gradient;
-  if (name == "aten::sum" && overload == "dim_IntList" && rule->slices == Slices{{0, 0}})
-    return try_sum;
+    return without_rule<try_nll_gradient>;
   return nullptr;
 }
 
@@ -244,7 +282,7 @@ bool SegmentedCalls::try_total(const Call& call, Stack* stack) const {
   // As in the operator's own kernel. A view that autograd knows would keep its base.
   const c10::impl::ExcludeDispatchKeyGuard below(
       c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  std::vector<at::Tensor> results = call.total(&(*stack)[first], segments_);
+  std::vector<at::Tensor> results = call.total(&(*stack)[first], segments_, *call.rule);
   if (results.empty()) return false;
   torch::jit::drop(*stack, stack->size() - first);
   for (at::Tensor& result : results) stack->emplace_back(std::move(result));
@@ -261,10 +299,14 @@ void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentR
   std::optional<c10::impl::ExcludeDispatchKeyGuard> below;
   if (!at::GradMode::is_enabled())
     below.emplace(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  std::vector<std::vector<at::Tensor>> rows(returns);
-  std::vector<TreeSum> sums(returns);
-  std::vector<bool> is_defined(returns);
-  for (int64_t segment = 0; segment < segments_; ++segment) {
+  const auto count = static_cast<size_t>(segments_);
+  const at::Tensor first = list_tensors(given, given.size())[rule.slices.front().first];
+  // What is differentiated would have its graph in several threads.
+  const int64_t node = at::GradMode::is_enabled() ? segments_ : find_node(first.numel(), segments_);
+  const auto each = static_cast<size_t>(node);
+  std::vector<std::vector<at::Tensor>> rows(returns, std::vector<at::Tensor>(count));
+  std::vector<std::vector<TreeSum>> sums((count + each - 1) / each, std::vector<TreeSum>(returns));
+  run_segments(segments_, node, [&](int64_t segment) {
     Stack part = given;
     for (const auto& [argument, size] : rule.sizes) part[argument] = size;
     change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
@@ -276,21 +318,23 @@ void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentR
     for (size_t i = 0; i < returns; ++i) {
       at::Tensor result = part[i].toTensor();
       part[i] = c10::IValue();
-      is_defined[i] = result.defined();
-      if (!is_defined[i]) continue;
-      if (rule.results[i] < 0 && !rule.keeps_parts)
-        sums[i].add(std::move(result));
+      if (result.defined() && rule.results[i] < 0 && !rule.keeps_parts)
+        sums[static_cast<size_t>(segment / node)][i].add(std::move(result));
       else
-        rows[i].push_back(std::move(result));
+        rows[i][static_cast<size_t>(segment)] = std::move(result);
     }
-  }
+  });
   for (size_t i = 0; i < returns; ++i) {
     at::Tensor result;
-    if (is_defined[i] && rule.results[i] >= 0) {
+    if (rule.results[i] < 0 && !rule.keeps_parts) {
+      TreeSum sum;
+      for (std::vector<TreeSum>& node : sums) sum.add(node[i].total());
+      result = sum.total();
+    } else if (!rows[i].front().defined()) {
+      // Nobody needs it.
+    } else if (rule.results[i] >= 0) {
       result = join_turns(rows[i], rule.results[i], rule.turns);
-    } else if (is_defined[i] && !rule.keeps_parts) {
-      result = sums[i].total();
-    } else if (is_defined[i]) {
+    } else {
       result = rows[i].front();
       rows[i].erase(rows[i].begin());
       parts_.set(result, std::move(rows[i]));

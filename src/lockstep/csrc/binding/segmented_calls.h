@@ -42,7 +42,8 @@ class SegmentedCalls : public PassCalls {
       std::tuple<std::string, std::string, std::optional<SegmentRule>, pybind11::capsule>;
   // Returns what an operator returns for these arguments of all micro-batches, nothing if it has to
   // be called for each of them.
-  using Total = std::vector<at::Tensor> (*)(const c10::IValue* arguments, int64_t segments);
+  using Total = std::vector<at::Tensor> (*)(const c10::IValue* arguments, int64_t segments,
+                                            const SegmentRule& rule);
   SegmentedCalls(const std::vector<Expected>& calls, int64_t segments, bool joins_losses);
   void call(const c10::OperatorHandle& op, Stack* stack) override;
   void restart();
