@@ -3,7 +3,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
-#include <ATen/ThreadLocalState.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -52,9 +53,11 @@ void run_segments(int64_t segments, int64_t node, const std::function<void(int64
     for (int64_t i = first; i < std::min(segments, first + node); ++i) body(i);
   };
   if (node >= segments) return run_node(0);
-  const at::ThreadLocalState state;  // such as the keys below which operators are called
+  // Not all state of this thread: some of it belongs to Python, whose lock this thread may hold.
+  const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   run_parallel((segments + node - 1) / node, 1, [&](int64_t number) {
-    const at::ThreadLocalStateGuard guard(state);
+    const c10::impl::ForceDispatchKeyGuard guard(keys);
+    const at::NoGradGuard no_grad;
     run_node(number * node);
   });
 }
