@@ -1364,6 +1364,10 @@ TERMS = {
     "a part of the columns": square_of(lambda x: (x * 1)[:, :13].mean()),
     "an expanded column": square_of(lambda x: (x * 1)[:, :1].expand(-1, 7).mean()),
     "a column that is added": lambda x: (x * 1 + x[:, :1].sigmoid()).sum(),
+    "the mean of columns of products": lambda x: (limit(x).detach() * limit(x)[:, :1]).t().mean(),
+    "the sum of products with columns": lambda x: (
+        limit(x * x[:, :1]) * x.detach().t().contiguous().t() * 1e-4
+    ).sum(),
     "a factor in float64": lambda x: (
         torch.tensor(0.3, dtype=torch.float64) * (x * 1).square().mean()
     ).float(),
@@ -1459,6 +1463,93 @@ OUTPUTS = {
     ),
     "targets in float64": (ends_with(lambda x: x), of_float64),
     "the same tensor": (ends_with(lambda x: (x, x, x)), of_three),
+    "rows with time first": (
+        partial(
+            Calls,
+            lambda model, x: (model.head(model.layer(x)), limit(time_first(model.layer(x)))),
+        ),
+        lambda outputs, targets: of_first(outputs, targets) + outputs[1].square().mean(),
+    ),
+}
+
+
+def with_item(outputs, targets):
+    """Return a loss that is read, so that it is computed for each micro-batch."""
+    loss = F.cross_entropy(outputs, targets)
+    loss.item()
+    return loss
+
+
+def time_first(x):
+    """Return four rows of each sample, in whose order samples alternate."""
+    return x.view(-1, 4, 16).transpose(0, 1).reshape(-1, 16)
+
+
+def samples_first(x):
+    return x.view(4, -1, 16).transpose(0, 1).reshape(-1, 64)
+
+
+def on_layer(function, **parts):
+    """Return what makes a model whose head gets a function of the model and a layer's results."""
+
+    def make():
+        made = {name: make_part() for name, make_part in parts.items()}
+        return Calls(lambda model, x: model.head(function(model, model.layer(x))), **made)
+
+    return make
+
+
+def with_pairs(model, x):
+    """Return samples, with a function of those with even numbers followed by the others."""
+    half = len(x) // 2
+    pairs = limit(model.pair(torch.cat([x[::2], x[1::2]])))
+    return x + torch.stack([pairs[:half], pairs[half:]], 1).flatten(0, 1)
+
+
+def write_in_turns(model, x):
+    """Return samples, with the rows that were written through a view of a tensor."""
+    rows = x.detach().view(-1, 16).clone()
+    rows[:, :].copy_(time_first(x.detach()))
+    return (x.view(-1, 16) + limit(rows)).view(-1, 64)
+
+
+# Models that couple or order samples by what is zero in the steps that compare.
+LATE_MODELS = {
+    "rows in two orders": on_layer(
+        lambda model, x: (x.view(-1, 16) + limit(time_first(x))).view(-1, 64)
+    ),
+    "a mask in another order": on_layer(
+        lambda model, x: x.view(-1, 16).masked_fill(time_first(x) > 5, 0.0).view(-1, 64)
+    ),
+    "dropout with time first": on_layer(
+        lambda model, x: x + samples_first(F.dropout(limit(time_first(x)), 0.5))
+    ),
+    "a bias with time first": on_layer(
+        lambda model, x: (
+            model.part(x.view(-1, 16)).view(-1, 64)
+            + samples_first(limit(time_first(x) + model.bias))
+        ),
+        bias=lambda: nn.Parameter(torch.zeros(16)),
+        part=partial(nn.Linear, 16, 16),
+    ),
+    "pairs": on_layer(with_pairs, pair=partial(nn.Linear, 64, 64)),
+    "a part that is written": on_layer(write_in_turns),
+    "flags of a sample": on_layer(
+        lambda model, x: x * (1 + (x > 5)[(x[:, 0] > 1e9).long()].float())
+    ),
+    "positions": on_layer(
+        lambda model, x: x + limit(x)[torch.arange(len(x)).view(2, -1).t().flatten()]
+    ),
+    "values among others": on_layer(
+        lambda model, x: (
+            x
+            * torch.isin((x[:, :8] / 5).long(), (x[:, 8:16] / 5).long() + 1)
+            .float()
+            .mean(1, keepdim=True)
+            .add(1)
+        )
+    ),
+    "a norm of samples": on_layer(lambda model, x: x + torch.renorm(x.detach(), 2, 1, 30.0)),
 }
 
 
@@ -1474,16 +1565,40 @@ def late_uses():
         found["a size"] = compare(make, loss=ignore_as_many, batches=LateBatches())
         for name, (make, loss) in OUTPUTS.items():
             found[name] = compare(make, loss=loss, batches=LateBatches())
+        for name, make in LATE_MODELS.items():
+            for mode, loss in {"": OF_CLASSES, ", one by one": with_item}.items():
+                found[name + mode] = compare(make, loss=loss, batches=LateBatches())
         return found
 
     return on_portable_ranks(compare_all)[0]
 
 
-@pytest.mark.parametrize("name", [*TERMS, "a size", *OUTPUTS])
+@pytest.mark.parametrize(
+    "name",
+    [*TERMS, "a size", *OUTPUTS, *LATE_MODELS, *(f"{name}, one by one" for name in LATE_MODELS)],
+)
 def test_what_has_no_effect_in_the_steps_that_compare_has_the_same_bits_later(name, late_uses):
     is_same, _, note = late_uses[name]
     assert is_same, note
     assert "the bits of earlier steps" not in note
+
+
+def of_marked(outputs, targets):
+    """Return the loss of some samples: none of the last micro-batch."""
+    marks = targets > 0
+    return F.cross_entropy(outputs[marks], targets[marks], reduction="sum") + 0 * outputs.sum()
+
+
+def test_a_micro_batch_may_have_no_marked_sample():
+    inputs, targets = data()
+    targets = targets.clamp(min=1)
+    targets[-2:] = 0
+
+    def compare_marked():
+        make = JOINED["linear layers"]
+        return compare(make, loss=of_marked, batches=[(inputs, targets)] * STEPS)
+
+    assert on_portable_ranks(compare_marked)[0] == (True, 8, "")
 
 
 @pytest.fixture(scope="module")

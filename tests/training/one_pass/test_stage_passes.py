@@ -314,6 +314,39 @@ def test_rows_with_gaps_between_stages_have_the_same_bits():
         assert counts["joint"] > 0
 
 
+def add_turns(block, x):
+    """Return samples, and four rows of each in turn, which are zero in the first steps."""
+    features = block.layer(x)
+    return features, (features - 5).relu().view(-1, 4, 16).transpose(0, 1).reshape(-1, 16)
+
+
+def join_turns(block, given):
+    features, rows = given
+    return features + rows.view(4, -1, 16).transpose(0, 1).reshape(-1, 64)
+
+
+def test_rows_in_turn_between_stages_have_the_same_bits_later():
+    batches = [data(32, seed) for seed in range(12)]
+    batches = [(inputs * (20 if n > 8 else 1), y) for n, (inputs, y) in enumerate(batches)]
+
+    def make():
+        return nn.Sequential(
+            nn.Linear(64, 64),
+            Applies(add_turns, layer=nn.Linear(64, 64)),
+            Applies(join_turns),
+            nn.Linear(64, CLASSES),
+        )
+
+    def train_all(stages):
+        return train(make, stages, "gpipe", 2, batches, balance=[2, 2] if stages > 1 else None)
+
+    ((alone, _, _),) = on_portable_ranks(lambda: train_all(1), 1)
+    (first, _, note), (last, counts, _) = on_portable_ranks(lambda: train_all(2), 2)
+    assert first == last == alone
+    assert counts["joint"] == 0
+    assert "an output does not have one row per sample" in note
+
+
 def fill_table(block, x):
     """Scale by a table that both stages refer to, and that each size of a micro-batch fills."""
     return block.layer(x) * block.table.setdefault(len(x), torch.full((len(x), 1), 0.5))

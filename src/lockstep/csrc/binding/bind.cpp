@@ -249,6 +249,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("again"), py::arg("scope"), py::arg("call"));
   py::class_<CallTensor>(module, "CallTensor")
       .def_readonly("sizes", &CallTensor::sizes)
+      .def_readonly("strides", &CallTensor::strides)
       .def_readonly("element_size", &CallTensor::element_size)
       .def_readonly("is_floating_point", &CallTensor::is_floating_point)
       .def_readonly("is_dense", &CallTensor::is_dense);
@@ -261,6 +262,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("seed", &RecordedCalls::seed, py::arg("prefixes"), py::arg("scope"), py::arg("call"))
       .def("finish", &RecordedCalls::finish, py::arg("parameters"))
       .def("note_samples", &RecordedCalls::note_samples, py::arg("tensors"))
+      .def("is_in_order", &RecordedCalls::is_in_order, py::arg("tensor"))
+      .def_readonly("orders", &RecordedCalls::orders)
       .def_readonly("calls", &RecordedCalls::calls);
   py::class_<SegmentRule>(module, "SegmentRule")
       .def(py::init([](std::vector<std::pair<size_t, int64_t>> slices, std::vector<int64_t> results,

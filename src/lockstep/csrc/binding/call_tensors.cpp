@@ -122,7 +122,7 @@ std::optional<int64_t> find_grown(at::IntArrayRef one, at::IntArrayRef several) 
   if (one.size() != several.size()) return grown;
   for (size_t d = 0; d < one.size(); ++d) {
     if (one[d] == several[d]) continue;
-    if (grown || one[d] == 0 || several[d] % one[d]) return std::nullopt;
+    if (grown || one[d] == 0 || several[d] == 0 || several[d] % one[d]) return std::nullopt;
     grown = static_cast<int64_t>(d);
   }
   return grown;

@@ -53,6 +53,12 @@ class TensorMap {
     return &entry->second.second;
   }
   void clear() { entries_.clear(); }
+  // Calls visit(tensor, value) for each entry.
+  template <typename Visit>
+  void visit(const Visit& visit) {
+    for (auto& [key, entry] : entries_)
+      if (!entry.first.expired()) visit(*key, entry.second);
+  }
 
  private:
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;

@@ -6,7 +6,9 @@
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <optional>
+#include <string>
 
 namespace lockstep {
 namespace {
@@ -68,72 +70,110 @@ at::Tensor without_nan(const at::Tensor& tensor) {
   return tensor.is_floating_point() ? tensor.masked_fill(tensor.isnan(), 0.5) : tensor;
 }
 
-// Returns by how many turns a result for all micro-batches may have the rows of that for one; {0}
-// if this cannot be said.
+// Returns by how many turns a result for all micro-batches may have the rows of that for one, or
+// only that this is not known.
 std::vector<int64_t> compare_result(const at::Tensor& all, const at::Tensor& one, int64_t segment,
                                     int64_t segments) {
   if (!all.defined() || !one.defined() || all.layout() != at::kStrided || !all.is_cpu() ||
       one.numel() == 0)
-    return {0};
+    return {kUnknownTurns};
   const std::optional<int64_t> dimension = find_grown(one.sizes(), all.sizes());
-  if (!dimension || all.size(*dimension) != one.size(*dimension) * segments) return {0};
+  if (!dimension || all.size(*dimension) != one.size(*dimension) * segments) return {kUnknownTurns};
   return find_turns(without_nan(all), *dimension, segment, segments, hash_bits(without_nan(one)));
 }
 
-// Of the turns that results may have, those of an argument, or else the only ones; 0 if there are
-// several.
+// Of the turns that results may have, those of an argument, or else the only ones.
 int64_t choose_turns(const std::vector<int64_t>& possible, const std::vector<int64_t>& given) {
   for (const int64_t turns : given)
-    if (turns && std::find(possible.begin(), possible.end(), turns) != possible.end()) return turns;
-  return possible.size() == 1 ? possible.front() : 0;
+    if (turns > 0 && std::find(possible.begin(), possible.end(), turns) != possible.end())
+      return turns;
+  return possible.size() == 1 ? possible.front() : kUnknownTurns;
 }
 
-// The rows of an operator that computes each element by itself, of arguments that are broadcast:
-// those of all arguments have to be the same dimension of the result.
-RowTurns compare_elements(const std::vector<at::Tensor>& tensors, const Rows& rows,
-                          const std::vector<int64_t>& given, size_t returns) {
+// How the rows of several arguments alternate, which have to do so in the same way.
+int64_t combine_turns(const std::vector<std::optional<int64_t>>& dimensions,
+                      const std::vector<int64_t>& given) {
+  int64_t turns = kAnyTurns;
+  for (size_t i = 0; i < dimensions.size(); ++i) {
+    if (!dimensions[i] || given[i] == kAnyTurns) continue;
+    const bool is_same = turns == kAnyTurns || turns == given[i];
+    turns = is_same ? given[i] : kMixedTurns;
+  }
+  return turns;
+}
+
+// Returns whether an operator that computes each element by itself gets the rows of all arguments,
+// which are broadcast, in the same dimension of the result.
+bool have_one_dimension(const std::vector<at::Tensor>& tensors, const Rows& rows) {
   std::optional<int64_t> from_last;
-  std::vector<int64_t> turns;
   for (size_t i = 0; i < rows.dimensions.size(); ++i) {
     if (!rows.dimensions[i]) continue;
     const int64_t own = tensors[i].dim() - *rows.dimensions[i];
-    if (from_last.value_or(own) != own) return {false, {}};
+    if (from_last.value_or(own) != own) return false;
     from_last = own;
-    turns.push_back(given[i]);
   }
-  const bool is_known = !turns.empty() && std::all_of(turns.begin(), turns.end(),
-                                                      [&](auto one) { return one == turns[0]; });
-  return {true, std::vector<int64_t>(returns, is_known ? turns[0] : 0)};
+  return true;
+}
+
+// Returns whether an operator leaves the memory of its result as it is.
+bool is_unset(const std::string& name) {
+  return name.find("empty") != std::string::npos || name.find("resize") != std::string::npos;
+}
+
+bool has_word(const std::string& name, std::initializer_list<const char*> words) {
+  return std::any_of(words.begin(), words.end(),
+                     [&](const char* word) { return name.find(word) != std::string::npos; });
+}
+
+// The number of micro-batches whose rows are in results that have none in arguments; 0: there are
+// none.
+int64_t count_segments(const std::vector<at::Tensor>& together,
+                       const std::vector<at::Tensor>& apart) {
+  for (size_t i = 0; i < together.size() && i < apart.size(); ++i) {
+    if (!together[i].defined() || !apart[i].defined()) continue;
+    const auto grown = find_grown(apart[i].sizes(), together[i].sizes());
+    if (grown) return together[i].size(*grown) / apart[i].size(*grown);
+  }
+  return 0;
 }
 
 }  // namespace
 
 RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const CallArguments& alone,
                       const std::vector<int64_t>& given_turns) {
-  const RowTurns unknown = {true, std::vector<int64_t>(op.schema().returns().size())};
+  const std::string& name = op.schema().name();
+  const size_t returns = op.schema().returns().size();
+  const RowTurns unknown = {true, std::vector<int64_t>(returns, kUnknownTurns)};
   const std::vector<at::Tensor> tensors = list_tensors(given, given.size());
   const Rows rows = find_rows(alone.sizes, tensors);
-  if (op.hasTag(at::Tag::pointwise))  // most of the memory is theirs
-    return rows.segments ? compare_elements(tensors, rows, given_turns, unknown.turns.size())
-                         : unknown;
+  const bool has_rows = rows.segments > 0;
+  const int64_t combined = has_rows ? combine_turns(rows.dimensions, given_turns) : kUnknownTurns;
+  if (combined == kMixedTurns) return {false, {}};
+  if (op.hasTag(at::Tag::pointwise)) {  // most of the memory is theirs
+    if (!has_rows) return unknown;
+    return {have_one_dimension(tensors, rows), std::vector<int64_t>(returns, combined)};
+  }
   // Those of other libraries are refused, and may take no other values.
-  if (!op.schema().name().starts_with("aten::")) return unknown;
+  if (!name.starts_with("aten::")) return unknown;
+  if (is_unset(name)) return {true, std::vector<int64_t>(returns, kAnyTurns)};
+  if (name == "aten::arange") return {true, {1}};
   // Others, such as sparse ones, are not copied, and an operator may write them.
   const bool are_strided = std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
     return !tensor.defined() || tensor.layout() == at::kStrided;
   });
-  if (!are_strided || !rows.segments) return unknown;
+  if (!are_strided || rows.dimensions.size() != tensors.size()) return unknown;
+  if (!has_rows && has_arguments(op, given, alone)) return unknown;
   const at::NoGradGuard guard;
   at::Generator generator = at::detail::createCPUGenerator(kSeed);
   // The positions of an index have to be those of its tensor.
-  const bool has_index = op.schema().name().find("index") != std::string::npos;
-  const bool is_integral =
-      !has_index && std::none_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
-        return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
-      });
+  const bool has_index = has_word(name, {"index", "gather", "scatter", "take"});
+  const bool is_integral = std::none_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
+    return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
+  });
   Stack other = given;
-  change_tensors(other, [&](const at::Tensor& tensor, size_t) {
-    return make_other(tensor, is_integral, generator);
+  change_tensors(other, [&](const at::Tensor& tensor, size_t position) {
+    const bool is_mask = tensor.defined() && tensor.scalar_type() == at::kBool;
+    return make_other(tensor, has_index ? position == 0 : is_integral || is_mask, generator);
   });
   const auto together = try_call(op, other);
   if (!together) return unknown;
@@ -142,7 +182,7 @@ RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const C
     if (rows.dimensions[i])
       most = std::max(most, tensors[i].size(*rows.dimensions[i]) / rows.segments);
   // Finds the rows of a micro-batch, if those of arguments alternate so often.
-  const auto compare = [&](int64_t segment, int64_t turns) {
+  const auto compare = [&](bool is_last, int64_t turns) {
     RowTurns found = unknown;
     Stack part = other;
     for (const auto& [position, value] : alone.plain)
@@ -151,25 +191,37 @@ RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const C
       const std::optional<int64_t>& dimension = rows.dimensions[position];
       if (!dimension) return tensor;
       const bool alternates = tensor.size(*dimension) == most * rows.segments;
-      const int64_t own = given_turns[position] ? given_turns[position] : alternates ? turns : 1;
-      return take_rows(tensor, *dimension, segment, rows.segments, own);
+      const int64_t known = given_turns[position];
+      return take_rows(tensor, *dimension, is_last ? rows.segments - 1 : 0, rows.segments,
+                       known > 0      ? known
+                       : combined > 0 ? combined
+                       : alternates   ? turns
+                                      : 1);
     });
     const auto apart = try_call(op, part);
     // It fails for the positions of all samples.
     if (!apart || apart->size() != together->size()) return found;
+    const int64_t segments = has_rows ? rows.segments : count_segments(*together, *apart);
+    if (segments < 2) return found;
     found.turns.resize(apart->size());
     for (size_t i = 0; i < apart->size(); ++i) {
-      const auto possible = compare_result((*together)[i], (*apart)[i], segment, rows.segments);
+      const auto possible =
+          compare_result((*together)[i], (*apart)[i], is_last ? segments - 1 : 0, segments);
       found.are_free = found.are_free && !possible.empty();
-      found.turns[i] = choose_turns(possible, given_turns);
+      const bool are_equal = combined == kAnyTurns || (!has_rows && possible.size() > 1) ||
+                             has_word(name, {"_like", "new_"});
+      if (are_equal)
+        found.turns[i] = kAnyTurns;
+      else if (combined != kUnknownTurns || !has_rows)
+        found.turns[i] = choose_turns(possible, given_turns);
     }
     return found;
   };
   for (int64_t turns = 1; turns <= most; ++turns) {
     if (most % turns) continue;
-    const RowTurns first = compare(0, turns);
+    const RowTurns first = compare(false, turns);
     if (!first.are_free) continue;
-    const RowTurns last = compare(rows.segments - 1, turns);
+    const RowTurns last = compare(true, turns);
     if (last.are_free) return first.turns == last.turns ? first : unknown;
   }
   return {false, {}};

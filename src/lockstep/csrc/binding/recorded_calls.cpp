@@ -18,10 +18,11 @@ namespace {
 
 py::object describe(const at::Tensor& tensor) {
   if (!tensor.defined()) return py::cast(CallTensor{});
-  const bool is_dense =
-      tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() && !tensor.is_neg();
-  return py::cast(CallTensor{tensor.sizes().vec(), static_cast<int64_t>(tensor.element_size()),
-                             tensor.is_floating_point(), is_dense});
+  const bool is_strided = tensor.layout() == at::kStrided;
+  const bool is_dense = is_strided && tensor.is_non_overlapping_and_dense() && !tensor.is_neg();
+  return py::cast(CallTensor{
+      tensor.sizes().vec(), is_strided ? tensor.strides().vec() : std::vector<int64_t>(),
+      static_cast<int64_t>(tensor.element_size()), tensor.is_floating_point(), is_dense});
 }
 
 py::object describe(const c10::IValue& value) {
@@ -99,7 +100,7 @@ bool are_together(const Stack& stack, size_t count, const CallArguments& alone,
   const std::vector<at::Tensor> tensors = list_tensors(stack, count);
   for (size_t i = 0; i < tensors.size() && i < alone.sizes.size(); ++i)
     if (tensors[i].defined() && tensors[i].sizes() != at::IntArrayRef(alone.sizes[i]) &&
-        turns[i] != 1)
+        turns[i] != 1 && turns[i] != kAnyTurns)
       return false;
   return true;
 }
@@ -129,12 +130,13 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   const std::vector<at::Tensor> tensors = list_tensors(*stack, count);
   const bool is_of_samples = has_any(of_samples_, tensors);
   const std::vector<int64_t> given_turns = list_turns(*stack, count);
-  const bool is_loss_call = joins_losses() && is_of_samples && is_loss(op, *stack) &&
-                            (!alone || are_together(*stack, count, *alone, given_turns));
+  const bool is_in_order =
+      !alone || !has_samples_ || are_together(*stack, count, *alone, given_turns);
+  const bool is_loss_call = joins_losses() && is_of_samples && is_loss(op, *stack) && is_in_order;
   const bool has_losses = has_any(losses_, tensors);
   const bool keeps = has_losses && keeps_losses(op, tensors, losses_);
   const bool is_divided =
-      (alone && try_batch_norm(op, stack, alone->sizes, statistics_)) ||
+      (alone && is_in_order && try_batch_norm(op, stack, alone->sizes, statistics_)) ||
       (joins_losses() && try_loss(op, stack, alone ? &alone->sizes : nullptr, is_loss_call));
   if (!is_divided) op.callBoxed(stack);
   if (has_subclass(*stack, returns)) return note_subclass(op);
@@ -146,9 +148,13 @@ void RecordedCalls::call(const c10::OperatorHandle& op, Stack* stack) {
   }
   RowTurns rows = {true, std::vector<int64_t>(returns, 1)};
   if (alone && !has_drawn && !is_divided) rows = compare_rows(op, given, *alone, given_turns);
-  note_results(*stack, returns, rows.turns, is_loss_call || keeps);
-  const bool is_same = compare_results(*stack, returns) && has_same_numbers && rows.are_free &&
-                       (!alone || is_divided || !has_losses || keeps);
+  std::vector<RowOrder> orders;
+  for (const int64_t one : rows.turns) orders.push_back({0, one});
+  const bool is_same = compare_results(*stack, returns, orders) && has_same_numbers &&
+                       rows.are_free && (!alone || is_divided || !has_losses || keeps);
+  if (has_samples_ && op.schema().is_mutable())
+    note_writes(tensors, given_turns, *stack, returns, orders);
+  note_results(*stack, returns, orders, is_loss_call || keeps);
   calls.append(py::make_tuple(op.schema().name(), op.schema().overload_name(), std::move(arguments),
                               describe_last(*stack, returns), has_drawn, std::move(turns),
                               std::move(sources), is_same, values));
@@ -231,12 +237,15 @@ void RecordedCalls::repeat_draw(const Stack& stack) {
 }
 
 // Keeps the bits of the results, and returns whether the rows of the first and of the last
-// micro-batch have those of their own passes.
-bool RecordedCalls::compare_results(const Stack& stack, size_t count) {
+// micro-batch have those of their own passes. Completes the orders of the rows: those that are not
+// known are the only ones that fit.
+bool RecordedCalls::compare_results(const Stack& stack, size_t count,
+                                    std::vector<RowOrder>& orders) {
   if (keeps_ || (first_ && first_->keeps_)) return true;  // a backward pass
   const auto number = static_cast<size_t>(py::len(calls));
   const at::NoGradGuard guard;
   const std::vector<at::Tensor> tensors = list_tensors(stack, count);
+  orders.resize(tensors.size());
   const RecordedCalls* const last = first_.get();
   const RecordedCalls* const first = last && last->first_ ? last->first_.get() : last;
   const auto has_call = [&](const RecordedCalls* one) {
@@ -263,11 +272,16 @@ bool RecordedCalls::compare_results(const Stack& stack, size_t count) {
       const TensorBits& own = pass->results_[number][i];
       return taken.sizes() == own.sizes && hash_bits(taken) == own.hash;
     };
-    bool is_found = false;
-    for (int64_t turns = 1; turns <= rows && !is_found; ++turns)
-      is_found = rows % turns == 0 && has_bits(first, 0, turns) &&
-                 (first == last || has_bits(last, segments - 1, turns));
-    is_same = is_same && is_found;
+    orders[i].rows = tensor.size(*grown);
+    std::vector<int64_t> fitting;
+    const int64_t known = orders[i].turns;
+    const bool needs_all = has_samples_ && known == kUnknownTurns;
+    for (int64_t turns = std::max<int64_t>(1, known); turns <= (known > 0 ? known : rows); ++turns)
+      if ((needs_all || fitting.empty()) && rows % turns == 0 && has_bits(first, 0, turns) &&
+          (first == last || has_bits(last, segments - 1, turns)))
+        fitting.push_back(turns);
+    is_same = is_same && !fitting.empty();
+    if (needs_all && fitting.size() == 1) orders[i].turns = fitting.front();
   }
   results_.push_back(std::move(bits));
   return is_same;
@@ -292,30 +306,61 @@ void RecordedCalls::remember_results(const Stack& stack, size_t count, bool is_o
 }
 
 void RecordedCalls::note_samples(const std::vector<at::Tensor>& tensors) {
+  has_samples_ = true;
   for (const at::Tensor& tensor : tensors) {
     of_samples_.set(tensor, true);
-    turns_.set(tensor, 1);
+    orders_.set(tensor, {tensor.size(0), 1});
   }
 }
 
+bool RecordedCalls::is_in_order(const at::Tensor& tensor) {
+  const RowOrder* const order = tensor.defined() ? orders_.find(tensor) : nullptr;
+  return !order || order->turns == 1 || order->turns == kAnyTurns;
+}
+
 // Notes how the rows of results follow each other, and whether these are losses.
-void RecordedCalls::note_results(const Stack& stack, size_t count,
-                                 const std::vector<int64_t>& turns, bool are_losses) {
-  if (!joins_losses()) return;
+void RecordedCalls::note_results(const Stack& stack, size_t count, const std::vector<RowOrder>& own,
+                                 bool are_losses) {
+  if (!has_samples_) return;
   const std::vector<at::Tensor> results = list_tensors(stack, count);
   for (size_t i = 0; i < results.size(); ++i) {
     if (!results[i].defined()) continue;
-    turns_.set(results[i], i < turns.size() ? turns[i] : 0);
+    const RowOrder order = i < own.size() ? own[i] : RowOrder();
+    orders_.set(results[i], order);
+    if (order.rows && order.turns != kAnyTurns) orders.emplace(order.rows, order.turns);
     if (are_losses) losses_.set(results[i], true);
   }
 }
 
-// Returns by how many turns the rows of arguments alternate; 0 for those of which it is not known.
+// Notes that tensors which share the memory of a written one have its rows, too, if these were
+// written in another order than they had.
+void RecordedCalls::note_writes(const std::vector<at::Tensor>& given,
+                                const std::vector<int64_t>& given_turns, const Stack& stack,
+                                size_t count, const std::vector<RowOrder>& own) {
+  const std::vector<at::Tensor> results = list_tensors(stack, count);
+  for (size_t i = 0; i < results.size() && i < own.size(); ++i) {
+    const at::Tensor& written = results[i];
+    const auto place = std::find_if(given.begin(), given.end(), [&](const at::Tensor& one) {
+      return one.defined() && one.is_same(written);
+    });
+    if (place == given.end() || !written.has_storage()) continue;
+    if (given_turns[static_cast<size_t>(place - given.begin())] == own[i].turns) continue;
+    orders_.visit([&](c10::TensorImpl& tensor, RowOrder& order) {
+      const bool is_shared =
+          tensor.has_storage() && tensor.storage().is_alias_of(written.storage());
+      if (!is_shared || &tensor == written.unsafeGetTensorImpl()) return;
+      const bool is_alike = order.rows == own[i].rows && own[i].turns == 1;
+      order.turns = is_alike ? 1 : kMixedTurns;
+    });
+  }
+}
+
+// Returns by how many turns the rows of arguments alternate, as RowTurns describes it.
 std::vector<int64_t> RecordedCalls::list_turns(const Stack& stack, size_t count) {
   std::vector<int64_t> found;
   for (const at::Tensor& tensor : list_tensors(stack, count)) {
-    const int64_t* const turns = tensor.defined() ? turns_.find(tensor) : nullptr;
-    found.push_back(turns ? *turns : 0);
+    const RowOrder* const order = tensor.defined() ? orders_.find(tensor) : nullptr;
+    found.push_back(order ? order->turns : kUnknownTurns);
   }
   return found;
 }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -20,8 +21,8 @@ namespace lockstep {
 
 // A tensor that an operator got or returned.
 struct CallTensor {
-  std::vector<int64_t> sizes;
-  int64_t element_size = 0;  // 0: the tensor is undefined
+  std::vector<int64_t> sizes, strides;  // no strides if the memory is laid out in another way
+  int64_t element_size = 0;             // 0: the tensor is undefined
   bool is_floating_point = false, is_dense = false;
 };
 
@@ -47,13 +48,18 @@ class RecordedCalls : public PassCalls {
   void call(const c10::OperatorHandle& op, Stack* stack) override;
   void seed(const std::vector<std::string>&, int64_t, int64_t) {}
   void finish(const std::vector<at::Tensor>&) {}
-  // Notes the tensors of the batch. What is computed from them has rows, and may have a loss.
+  // Notes the tensors of the batch, before a forward pass. What is computed from them has rows,
+  // whose order is then known, and may have a loss.
   void note_samples(const std::vector<at::Tensor>& tensors);
+  // Returns whether the rows of micro-batches follow each other in a tensor.
+  bool is_in_order(const at::Tensor& tensor);
   // (name, overload, arguments, results, whether it has drawn, for each tensor among the arguments
   // the numbers of turns by which its first rows may be those of `first`, the numbers of the calls
   // that have returned the tensors, -1 for others, whether the rows of the results are those of
   // the passes over one micro-batch, also for other values, and what SegmentedCalls expects)
   pybind11::list calls;
+  // The numbers of rows of results, and of the turns in which these alternate; 0: not known.
+  std::set<std::pair<int64_t, int64_t>> orders;
 
  private:
   void note_subclass(const c10::OperatorHandle& op);
@@ -61,12 +67,18 @@ class RecordedCalls : public PassCalls {
   pybind11::list compare_arguments(const Stack& stack, size_t count);
   pybind11::list find_sources(const Stack& stack, size_t count);
   void remember_results(const Stack& stack, size_t count, bool is_of_samples);
-  void note_results(const Stack& stack, size_t count, const std::vector<int64_t>& turns,
+  // The order of the rows of a tensor.
+  struct RowOrder {
+    int64_t rows = 0, turns = 0;  // turns: see RowTurns
+  };
+  void note_results(const Stack& stack, size_t count, const std::vector<RowOrder>& orders,
                     bool are_losses);
+  void note_writes(const std::vector<at::Tensor>& given, const std::vector<int64_t>& given_turns,
+                   const Stack& stack, size_t count, const std::vector<RowOrder>& orders);
   std::vector<int64_t> list_turns(const Stack& stack, size_t count);
   // Lets the first and the last micro-batch have the numbers that their own passes have drawn.
   void repeat_draw(const Stack& stack);
-  bool compare_results(const Stack& stack, size_t count);
+  bool compare_results(const Stack& stack, size_t count, std::vector<RowOrder>& orders);
   void note_draw(const at::Tensor& before, at::Tensor after);
   void restore_generator();
   bool restores_, keeps_;
@@ -78,7 +90,8 @@ class RecordedCalls : public PassCalls {
   bool has_other_draws_ = false;                   // which no operator has made
   TensorMap<int64_t> returned_;                    // by which call
   TensorMap<bool> of_samples_;                     // the tensors of the batch, and their results
-  TensorMap<int64_t> turns_;                       // by which the rows of micro-batches alternate
+  TensorMap<RowOrder> orders_;                     // of the rows of micro-batches
+  bool has_samples_ = false;                       // whether the order of rows is known
   TensorMap<bool> losses_;                         // one per micro-batch
   RunningStatistics statistics_;                   // of a pass over several micro-batches
 };

@@ -146,19 +146,22 @@ static std::vector<std::vector<at::Tensor>> call_each(const c10::OperatorHandle&
   return results;
 }
 
-// Returns the numbers of the micro-batches, each at all elements of its rows, in the layout of the
-// samples.
+// Returns the numbers of the micro-batches, each at its rows, to be broadcast to the samples.
 static at::Tensor repeat_rows(const at::Tensor& numbers, const at::Tensor& samples,
                               int64_t dimension) {
-  const int64_t segments = numbers.numel(), rows = samples.size(dimension);
+  const int64_t segments = numbers.numel();
   std::vector<int64_t> one_per_row(static_cast<size_t>(samples.dim()), 1);
+  if (segments == 1) return numbers.reshape(one_per_row);
+  const int64_t rows = samples.size(dimension);
   one_per_row[static_cast<size_t>(dimension)] = rows;
-  const at::Tensor repeated = numbers.unsqueeze(1).expand({segments, rows / segments});
-  return at::empty_like(samples).copy_(repeated.reshape(one_per_row));
+  return numbers.unsqueeze(1).expand({segments, rows / segments}).reshape(one_per_row);
 }
 
 // The gradient of samples, given that of the mean or the sum of each micro-batch, which a pass does
 // not see. For logits this is torch's formula without weights.
+//
+// Its layout is torch's, since what comes next may add in its order: that of a sum is one number
+// that is expanded, and that of a mean has memory in the order of the dimensions.
 //
 // `dimension`: that of the rows of the samples.
 static at::Tensor spread(const c10::OperatorHandle& op, const at::Tensor& gradient,
@@ -171,11 +174,13 @@ static at::Tensor spread(const c10::OperatorHandle& op, const at::Tensor& gradie
   const bool is_mean =
       is_logits ? values[4].toInt() == at::Reduction::Mean : op.schema().name() != kSum;
   at::Tensor rows = is_mean && !is_logits ? gradient / each : gradient;
-  rows = rows.to(samples.scalar_type());
-  rows = repeat_rows(rows, samples, dimension);
-  if (is_logits) rows = (samples.sigmoid() - saved[1]).mul_(rows);
-  if (is_logits && is_mean) rows.div_(each);
-  return rows;
+  rows = repeat_rows(rows.to(samples.scalar_type()), samples, dimension);
+  if (!is_logits) {
+    rows = rows.expand(samples.sizes());
+    return is_mean ? rows.contiguous() : rows;
+  }
+  rows = (samples.sigmoid() - saved[1]).mul_(rows);
+  return is_mean ? rows.div_(each) : rows;
 }
 
 class SegmentedLoss : public torch::autograd::Function<SegmentedLoss> {

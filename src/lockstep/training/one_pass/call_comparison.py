@@ -159,6 +159,7 @@ class CallComparison:
         self.has_rows = any(dimension is not None for dimension in [*given, *returned])
         self._refuse_kinds(given, is_backward=is_backward)
         self._refuse_broadcast(given)
+        self._require_layouts(given)
         if self._one.has_drawn or self._several.has_drawn:
             if is_backward:
                 raise CannotJoin(f"{self._name} draws random numbers in the backward pass")
@@ -242,6 +243,9 @@ class CallComparison:
             is_sized = is_mask and not (is_filled and len(tensors) - 1 not in rows)
         if is_sized:
             raise CannotJoin(f"{self._name} depends on how many values of all samples fit")
+        # What random numbers do not show: a value is among those of another sample, or too large.
+        if (self._kind == "isin" and 1 in rows) or self._kind == "renorm":
+            raise CannotJoin(f"{self._name} may combine samples")
         is_convolution = self._kind in CONVOLUTIONS and not is_backward and 0 in rows
         if is_convolution and tensors[0].sizes[rows[0]] == 1:
             raise CannotJoin(f"{self._name} rounds one sample in another way than several")
@@ -261,6 +265,20 @@ class CallComparison:
             return
         if any(len(tensor.sizes) > 1 for tensor in tensors):
             raise CannotJoin(f"{self._name} gets one number for all samples of a micro-batch")
+
+    def _require_layouts(self, given: Sequence[int | None]) -> None:
+        """Raise CannotJoin if the memory of a tensor is laid out in another way than of its rows.
+
+        Operators add in the order of the memory.
+        """
+        pairs = zip(
+            list_tensors(self._one.arguments), list_tensors(self._several.arguments), strict=True
+        )
+        for (one, several), row in zip(pairs, given, strict=True):
+            if not _have_one_layout(one, several, row):
+                raise CannotJoin(
+                    f"{self._name} gets another memory layout of several micro-batches"
+                )
 
     def _refuse_writes(self, given: Sequence[int | None]) -> None:
         """Raise CannotJoin if samples decide what is written, or which part of a tensor is used."""
@@ -386,6 +404,24 @@ class CallComparison:
         ]
         if shared:
             raise CannotJoin(f"{self._name} may round elements differently, by their position")
+
+
+def _have_one_layout(one: Any, several: Any, row: int | None) -> bool:
+    """Return whether the dimensions of two tensors follow each other in memory in one order."""
+    if not one.strides or not several.strides:
+        return True
+    # Those of one element may lie anywhere, as may rows that are one number, which is expanded.
+    kept = [
+        n for n, sizes in enumerate(zip(one.sizes, several.sizes, strict=True)) if min(sizes) > 1
+    ]
+    if row is not None and 0 in (one.strides[row], several.strides[row]):
+        kept = [n for n in kept if n != row]
+    orders = [
+        sorted((tensor.strides[n] == 0, -tensor.strides[n], n) for n in kept)
+        for tensor in (one, several)
+    ]
+    first, second = [[(is_zero, n) for is_zero, _, n in order] for order in orders]
+    return first == second
 
 
 def _list_rows(dimensions: Sequence[int | None]) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lockstep.data.microbatch import join_samples, map_tensors
+from lockstep.data.microbatch import join_samples
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import RngScopes
@@ -242,10 +242,7 @@ class OnePass:
                 loss, _ = compute_results(self._parallel.loss, {}, outputs, data, where)
             return outputs
 
-        if attempt.joins_losses and isinstance(attempt.forward, RecordedPass):
-            tensors: list[torch.Tensor] = []
-            map_tensors(tensors.append, data)
-            attempt.forward.note_samples(tensors)
+        attempt.note_samples(data)
         state = self.begin_forward(attempt)
         outputs = attempt.forward.run(call)
         self.end_forward(attempt, state)

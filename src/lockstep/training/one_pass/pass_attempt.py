@@ -119,10 +119,6 @@ class RecordedPass:
     def finish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Leave the gradients of parameters, which are not used."""
 
-    def note_samples(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note the tensors of the batch: what is computed from them may have a loss."""
-        self.recorded.note_samples(tensors)
-
     def find_statistics(self, running: torch.Tensor) -> None:
         """Return None for every tensor."""
 
@@ -180,6 +176,7 @@ class PassAttempt:
         before_backward: Called between forward and backward; raises `CannotJoin` to end the pass.
             None: nothing is.
         outputs: What the part of each micro-batch in the outputs is, in a recorded pass.
+        is_in_order: Whether the rows of micro-batches follow each other in these, as far as noted.
         buffers_after: The buffers after each micro-batch; empty before the end of forward.
         results: The results; None before the end.
         error: Why there are none.
@@ -203,15 +200,33 @@ class PassAttempt:
         self.joins_losses = joins_losses
         self.before_backward: Callable[[], None] | None = None
         self.outputs: list[str] = []
+        self.is_in_order = True
         self.buffers_after: list[list[torch.Tensor]] = []
         self.results: PassResults | None = None
         self.error: Exception | None = None
+
+    def note_samples(self, data: Any) -> None:
+        """Note the samples, in whose order the results of a recorded pass have to be."""
+        if isinstance(self.forward, RecordedPass):
+            tensors: list[torch.Tensor] = []
+            map_tensors(tensors.append, data)
+            self.forward.recorded.note_samples(tensors)
+
+    def note_order(self, tensors: Iterable[Any]) -> None:
+        """Note whether the rows of micro-batches follow each other in outputs."""
+        if isinstance(self.forward, RecordedPass):
+            is_in_order = self.forward.recorded.is_in_order
+            self.is_in_order &= all(
+                is_in_order(one) for one in tensors if isinstance(one, torch.Tensor)
+            )
 
     def note_outputs(self, outputs: Any) -> None:
         """Note what the part of each micro-batch in the outputs is, in a recorded pass."""
         if isinstance(self.forward, RecordedPass):
             segments = len(self.group)
-            self.outputs = [_describe_output(leaf, segments) for leaf in tree_leaves(outputs)]
+            leaves = tree_leaves(outputs)
+            self.note_order(leaves)
+            self.outputs = [_describe_output(leaf, segments) for leaf in leaves]
 
     @contextmanager
     def use_buffers(self, number: int) -> Iterator[None]:

@@ -11,7 +11,7 @@ alternate, and which gradients of parameters are kept for each micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
@@ -43,8 +43,7 @@ def plan_pass(
     segments: int,
     samples: int,
     make_rule: Callable[..., Any],
-    *,
-    is_backward: bool,
+    orders: Iterable[tuple[int, int]] | None = None,
 ) -> PlannedCalls:
     """Return what a forward or backward pass over several micro-batches has to call.
 
@@ -54,7 +53,8 @@ def plan_pass(
         segments: The number of micro-batches.
         samples: The number of samples of each of them.
         make_rule: Makes a rule of the native module from `Slices`.
-        is_backward: Whether it is a backward pass.
+        orders: Of a backward pass, the numbers of rows in the forward pass, and of the turns in
+            which these alternate.
 
     Raises:
         CannotJoin: An operator couples samples, or its results depend on their position.
@@ -66,6 +66,7 @@ def plan_pass(
             raise CannotJoin(f"other operators follow {first.name}")
     if len(alone) != len(joined):
         raise CannotJoin("other operators are called for several micro-batches")
+    is_backward = orders is not None
     comparisons = [CallComparison(*pair, segments) for pair in zip(alone, joined, strict=True)]
     unset = _list_unset(joined)
     rules = [
@@ -73,9 +74,9 @@ def plan_pass(
         for number, comparison in enumerate(comparisons)
     ]
     _refuse_positions(joined, comparisons)
-    if is_backward:
+    if orders is not None:
         shared = [comparison.list_shared() for comparison in comparisons]
-        rules = _find_turns(joined, rules, segments, samples)
+        rules = _find_turns(joined, rules, segments, samples, {*orders})
         rules = _keep_parts(joined, rules, shared, segments)
     return [
         (call.name, call.overload, rule and make_rule(*rule), call.values)
@@ -114,38 +115,36 @@ def _refuse_positions(calls: Sequence[NotedCall], comparisons: Sequence[CallComp
 
 
 def _find_turns(
-    calls: Sequence[NotedCall], rules: Sequence[Slices | None], segments: int, samples: int
+    calls: Sequence[NotedCall],
+    rules: Sequence[Slices | None],
+    segments: int,
+    samples: int,
+    orders: Set[tuple[int, int]],
 ) -> list[Slices | None]:
     """Return the rules with the turns in which the rows of micro-batches alternate.
 
     Several numbers of turns fit where all elements are equal, such as zeros. They are then those of
-    other tensors with as many rows.
+    the tensors of the forward pass with as many rows, if these have one order.
 
     Raises:
         CannotJoin: The numbers are not known.
     """
-    known: dict[int, set[int]] = {}
-    candidates: list[tuple[int, set[int]] | None] = []
+    completed: list[Slices | None] = []
     for call, rule in zip(calls, rules, strict=True):
         if rule is None or not rule.tensors or rule.draws or not call.turns:
-            candidates.append(None)
-            continue
-        tensors = list_tensors(call.arguments)
-        counts = {tensors[n].sizes[dimension] // segments for n, dimension in rule.tensors}
-        fitting = set.intersection(*(set(call.turns[n]) for n, _ in rule.tensors))
-        rows = max(counts)
-        is_alike = len(counts) == 1 and rows != samples
-        candidates.append((rows, fitting) if is_alike else None)
-        if is_alike and len(fitting) == 1:
-            known.setdefault(rows, set()).update(fitting)
-    completed: list[Slices | None] = []
-    for rule, entry in zip(rules, candidates, strict=True):
-        if rule is None or entry is None:
             completed.append(rule)
             continue
-        rows, fitting = entry
+        tensors = list_tensors(call.arguments)
+        counts = {tensors[n].sizes[dimension] for n, dimension in rule.tensors}
+        fitting = set.intersection(*(set(call.turns[n]) for n, _ in rule.tensors))
+        if len(counts) > 1:
+            completed.append(rule)
+            continue
         if len(fitting) > 1:
-            fitting = fitting & known.get(rows, set())
+            known = {turns for rows, turns in orders if counts == {rows}}
+            if not known and counts == {samples * segments}:
+                known = {1}
+            fitting = fitting & known if len(known) == 1 else set()
         if len(fitting) != 1:
             raise CannotJoin("the order of the rows in the backward pass is not known")
         completed.append(rule._replace(turns=min(fitting)))

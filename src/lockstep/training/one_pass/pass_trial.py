@@ -32,6 +32,7 @@ from lockstep.malloc import release_freed_memory
 from lockstep.training.one_pass.call_comparison import CannotJoin
 from lockstep.training.one_pass.grouped_passes import HashNode, PassResults
 from lockstep.training.one_pass.pass_attempt import (
+    UNCUT,
     PassAttempt,
     list_calls,
     list_names,
@@ -438,6 +439,8 @@ class Trial:
         together.take()
         if together.outputs != alone.outputs:
             raise CannotJoin("the model returns another value or shape for several micro-batches")
+        if not together.is_in_order:
+            raise CannotJoin(UNCUT)
         self._discard()
         plans.append(self._plan_pass(alone, together, is_backward=True))
         forward, backward = plans
@@ -452,13 +455,14 @@ class Trial:
         if one.reads != several.reads:
             raise CannotJoin("values of samples are read by numpy() or tolist()")
         group = self._group
+        forward: Any = together.forward
         return plan_pass(
             list_calls(one),
             list_calls(several),
             len(group),
             group[0].size,
             load_native().SegmentRule,
-            is_backward=is_backward,
+            forward.recorded.orders if is_backward else None,
         )
 
     def _discard(self) -> None:

@@ -105,6 +105,7 @@ class ScriptPass:
         self.data: Any = None
         try:
             self.data = join_samples(*(part.data for part in attempt.group))
+            attempt.note_samples(self.data)
             self._state = passes.begin_forward(attempt)
             attempt.forward.begin()
         except Exception as error:
@@ -125,6 +126,7 @@ class ScriptPass:
         self._passes.end_forward(attempt, self._state)
         if not losses.requires_grad or torch.is_autocast_enabled("cpu"):
             raise CannotJoin("the losses have no gradient, or are computed in autocast")
+        attempt.note_order([losses])
         if not isinstance(attempt.forward, RecordedPass):
             require_elements(losses)
         cuts = cut_rows(losses, len(attempt.group))

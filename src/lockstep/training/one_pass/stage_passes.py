@@ -293,6 +293,7 @@ class StagePasses(OnePass):
         if any(one.rng_state.last_call != last_call for one in given):
             raise CannotJoin("earlier stages have called a block differently often")
         data, graph_input = join_inputs(given)
+        attempt.note_samples(data)
         state = self.begin_forward(attempt, last_call)
         if is_trial:
             value = attempt.forward.run(lambda: inspector.call_in_turn(self._blocks, data, where))
@@ -304,20 +305,25 @@ class StagePasses(OnePass):
             attempt.note_outputs(value)
             made = self._compute_losses(attempt, value, last_call)
         else:
-            made = self._make_outputs(given, value, last_call)
+            made = self._make_outputs(attempt, given, value, last_call)
         made.graph_input = graph_input
         return made
 
     def _make_outputs(
-        self, given: Sequence[GivenInput], value: Any, last_call: int
+        self, attempt: PassAttempt, given: Sequence[GivenInput], value: Any, last_call: int
     ) -> StageForward:
-        """Return the outputs of each micro-batch."""
+        """Return the outputs of each micro-batch.
+
+        Raises:
+            CannotJoin: They cannot be cut.
+        """
         where = given[0].where
         inspector = self._stage.inspector
         nothing = ReceivedTensors((), ())
         structure, tensors = inspector.flatten_output(value, self._blocks, nothing, where)
         if structure[0] == "&":
             raise CannotJoin("outputs of the stage share memory")
+        attempt.note_order(tensors)
         cuts = [cut_parts(tensor, len(given)) for tensor in tensors]
         rng_state = RngState(last_call)
         outputs = [
