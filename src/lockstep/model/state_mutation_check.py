@@ -40,8 +40,10 @@ from lockstep.sharded_tensors import is_sharded
 __all__ = ["StateMutationCheck", "require_same_weights"]
 
 FIRST = 3
-GRAPHS_EVERY = 20
-"""The steps whose graphs are read: the first FIRST steps, and each multiple of GRAPHS_EVERY."""
+GRAPHS_EVERY = 100
+"""The steps whose graphs are read: the first FIRST steps, and each multiple of GRAPHS_EVERY.
+
+They are computed one micro-batch at a time, as are the audited steps, among which they are."""
 
 WeightHashes = dict[str, str | None]
 """For each position in a replica, the hash of the parameters before the step.

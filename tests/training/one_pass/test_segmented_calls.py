@@ -44,13 +44,16 @@ def make_calls(
     slices: Sequence[tuple[int, int]],
     segments: int,
     results: Sequence[int] = (-1,),
+    turns: int = 1,
 ) -> Any:
     """Return what calls an operator for the rows of each segment."""
     native = load_native()
     recorded = native.RecordedCalls(restores=True, keeps=False, joins_losses=False, first=None)
     recorded.run(operator)
     (call,) = recorded.calls
-    rule = native.SegmentRule([*slices], [*results], [], draws=False, turns=1, keeps_parts=False)
+    rule = native.SegmentRule(
+        [*slices], [*results], [], draws=False, turns=turns, keeps_parts=False
+    )
     return native.SegmentedCalls([(call[0], call[1], rule, call[-1])], segments, False)
 
 
@@ -99,6 +102,7 @@ def test_products_of_segments_have_the_bits_of_separate_products(
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 1), (torch.bfloat16, 5)])
 def test_products_of_segments_are_one_call(dtype: torch.dtype, count: int) -> None:
+    torch.set_num_threads(1)  # the profile has the operators of this thread
     a = torch.randn(8, 32).to(dtype)
     b = torch.randn(32, 8).to(dtype)
     calls = make_calls(lambda: torch.mm(a, b), TERMS, 4)
@@ -106,6 +110,104 @@ def test_products_of_segments_are_one_call(dtype: torch.dtype, count: int) -> No
         calls.run(lambda: torch.mm(a, b))
     called = [event for event in profile.function_events if event.name == "aten::mm"]
     assert len(called) == count  # the one that is seen, and one for each segment
+
+
+@st.composite
+def alternating(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return two matrices, the number of segments of their rows, and that of the turns."""
+    segments = draw(st.integers(1, 9))
+    turns = draw(st.integers(1, 5))
+    terms = segments * turns * draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    sizes = draw(st.tuples(st.integers(1, 70), st.integers(1, 70)))
+    a, b = (torch.randn(terms, size, generator=generator) for size in sizes)
+    return a, b, segments, turns
+
+
+def take_turns(rows: torch.Tensor, part: slice, segments: int, turns: int) -> torch.Tensor:
+    """Return the rows of a segment, which are in every turn."""
+    number = part.start * segments // len(rows)
+    return rows.unflatten(0, (turns, segments, -1))[:, number].flatten(0, 1)
+
+
+@given(alternating(), st.integers(1, 4))
+def test_rows_that_alternate_have_the_bits_of_separate_ones(
+    given: tuple[torch.Tensor, torch.Tensor, int, int], threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    a, b, segments, turns = given
+    factors = a.t()
+    product = make_calls(lambda: torch.mm(factors, b), TERMS, segments, turns=turns)
+    total = make_calls(lambda: torch.sum(a, [0]), [(0, 0)], segments, turns=turns)
+    with torch.no_grad():
+        found = [product.run(lambda: torch.mm(factors, b)), total.run(lambda: torch.sum(a, [0]))]
+    torch.set_num_threads(1)
+
+    def take(rows: torch.Tensor, part: slice) -> torch.Tensor:
+        return take_turns(rows, part, segments, turns)
+
+    expected = [
+        add_segments(lambda part: take(a, part).t() @ take(b, part), len(a), segments),
+        add_segments(lambda part: take(a, part).sum(0), len(a), segments),
+    ]
+    assert all(have_same_bits([*zip(found, expected, strict=True)]))
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 150), st.integers(1, 4), st.data())
+def test_layer_norm_of_segments_has_the_bits_of_separate_ones(
+    segments: int, each: int, width: int, threads: int, data: st.DataObject
+) -> None:
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    rows = torch.randn(segments * each, 3, width, generator=generator)
+    gradient = torch.randn(rows.shape, generator=generator)
+    weight, bias = torch.randn(width, generator=generator), torch.zeros(width)
+    mask = data.draw(st.lists(st.booleans(), min_size=3, max_size=3).filter(any))
+    _, means, inverses = torch.native_layer_norm(rows, [width], weight, bias, 1e-5)
+
+    def backward(part: slice = slice(None)) -> Any:
+        parts = [tensor[part].clone() for tensor in (gradient, rows, means, inverses)]
+        return torch.ops.aten.native_layer_norm_backward(
+            parts[0], parts[1], [width], parts[2], parts[3], weight, bias, mask
+        )
+
+    whole = (gradient, rows, [width], means, inverses, weight, bias, mask)
+
+    def call() -> Any:
+        return torch.ops.aten.native_layer_norm_backward(*whole)
+
+    calls = make_calls(call, [(n, 0) for n in range(4)], segments, (0, -1, -1))
+    with torch.no_grad():
+        found = calls.run(call)
+    assert not calls.find_difference()
+    torch.set_num_threads(1)
+    alone = [backward(slice(n * each, (n + 1) * each)) for n in range(segments)]
+    for number, result in enumerate(found):
+        own = [results[number] for results in alone]
+        assert (result is None) == (own[0] is None)
+        if result is not None:
+            expected = (
+                torch.cat(own)
+                if number == 0
+                else add_segments(lambda part, of=own: of[part.start], segments, segments)
+            )
+            assert all(have_same_bits([(result, expected)])), number
+
+
+def test_layer_norm_of_segments_is_one_call() -> None:
+    torch.set_num_threads(1)
+    rows, weight = torch.randn(8, 3, 6), torch.randn(6)
+    _, means, inverses = torch.native_layer_norm(rows, [6], weight, weight, 1e-5)
+    whole = (rows, rows, [6], means, inverses, weight, weight, [True, True, True])
+
+    def call() -> Any:
+        return torch.ops.aten.native_layer_norm_backward(*whole)
+
+    calls = make_calls(call, [(n, 0) for n in range(4)], 4, (0, -1, -1))
+    with torch.no_grad(), torch.autograd.profiler.profile() as profile:
+        calls.run(call)
+    names = [event.name for event in profile.function_events]
+    assert names.count("aten::native_layer_norm_backward") == 2  # that of the rows, in the seen one
 
 
 class Convolution:

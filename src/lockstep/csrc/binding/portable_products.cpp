@@ -57,7 +57,8 @@ struct Batch {
 };
 
 // Divides the results of some products of m x n x k among threads, and calls
-// body(number of the product, row, rows, column, columns) for each block.
+// body(number of the product, row, rows, column, columns) for each block. Where there are few
+// blocks, each thread gets as many.
 template <typename Body>
 static void for_each_block(int64_t products, int64_t m, int64_t n, int64_t k,
                            int64_t largest_height, int64_t largest_width, const Body& body) {
@@ -65,7 +66,10 @@ static void for_each_block(int64_t products, int64_t m, int64_t n, int64_t k,
           columns = (n + largest_width - 1) / largest_width;
   const int64_t threads =
       std::min<int64_t>(at::get_num_threads(), products * m * n * k / kParallelWork + 1);
-  while (products * rows * columns < threads) {
+  const auto is_uneven = [&](int64_t blocks) {
+    return blocks < threads || (blocks < 4 * threads && blocks % threads);
+  };
+  while (is_uneven(products * rows * columns)) {
     const int64_t height = m / rows, width = n / columns;
     if (std::max(height, width) < 2 * kLeastBlock) break;
     ++(height > width ? rows : columns);

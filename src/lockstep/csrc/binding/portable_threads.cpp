@@ -78,6 +78,7 @@ enum class When {
   always,
   one_result,    // if all dimensions are reduced: otherwise a thread computes whole results
   sum,           // as before, and if a thread could get fewer columns than fill a vector
+  parameters,    // for gradients of weight or bias, which are sums of the threads' rows
   channels_last  // if a tensor is not contiguous, or has one number per channel, which is both
 };
 
@@ -134,6 +135,10 @@ struct WithOneThread : c10::OperatorKernel {
 
   static bool is_divided(const Arguments& arguments) {
     if constexpr (when == When::always) return true;
+    if constexpr (when == When::parameters) {
+      const auto mask = arguments.find("output_mask");
+      return !mask || arguments[*mask].toBoolList()[1] || arguments[*mask].toBoolList()[2];
+    }
     if (!arguments.count() || !arguments[0].isTensor()) return true;
     const Tensor& input = arguments[0].toTensor();
     if constexpr (when == When::one_result)
@@ -460,7 +465,6 @@ static const Names kOthers = {
     "glu_jvp",
     "histc",
     "native_group_norm_backward",
-    "native_layer_norm_backward",
     "vdot",
     // Of complex numbers; of others they are rare.
     "angle",
@@ -510,6 +514,7 @@ static Wrap find_wrap(const std::string& name) {
   if (kReductions.contains(name)) return &wrap<WithOneThread<When::one_result>>;
   if (kSums.contains(name)) return &wrap<WithOneThread<When::sum>>;
   if (kNormalizations.contains(name)) return &wrap<WithOneThread<When::channels_last>>;
+  if (name == "native_layer_norm_backward") return &wrap<WithOneThread<When::parameters>>;
   if (kOthers.contains(name)) return &wrap<WithOneThread<When::always>>;
   if (is_of_mkl(name)) return &wrap<OfMkl>;
   return nullptr;

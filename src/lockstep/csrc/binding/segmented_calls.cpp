@@ -175,6 +175,8 @@ SegmentedCalls::Total find_total(const std::string& name, const std::string& ove
                                               [](const auto& one) { return one.second == 0; });
   if (name == "aten::nll_loss_backward" && overload.empty() && is_of_samples)
     return without_rule<try_nll_gradient>;
+  if (name == "aten::native_layer_norm_backward" && overload.empty() && is_of_samples)
+    return without_rule<try_layer_norm_segments>;
   return nullptr;
 }
 

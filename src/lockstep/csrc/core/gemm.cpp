@@ -28,12 +28,14 @@ namespace lockstep {
                        const void* from, void* to, int64_t stride);                            \
   void multiply_planes(const DirectProduct& product);                                          \
   extern const Functions functions;                                                            \
+  void add_norm_rows(const NormRows& rows, float* of_weight, float* of_bias);                  \
   static const Gemm kernels{multiply,                                                          \
                             {compute_cells, differentiate_cells},                              \
                             {normalize_scores, restore_weights, differentiate_weights},        \
                             {choose_lanes, find_height, count_factors, pack_factors,           \
                              interleave_images, separate_images, multiply_planes},             \
                             functions,                                                         \
+                            add_norm_rows,                                                     \
                             #NAME};                                                            \
   }
 DECLARE_KERNELS(plain)

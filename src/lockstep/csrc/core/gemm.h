@@ -21,6 +21,7 @@
 #include "direct_convolution.h"
 #include "functions.h"
 #include "kernels.h"
+#include "layer_norm.h"
 #include "lstm_cell.h"
 #include "softmax.h"
 
@@ -58,6 +59,7 @@ struct Gemm {
   Softmax softmax;
   DirectConvolution direct;
   const Functions& functions;
+  AddNormRows add_norm_rows;
   const char* name;
 };
 

@@ -1,4 +1,4 @@
-// The kernels of gemm.h, functions.h, lstm_cell.h and softmax.h for x86 processors with AVX-512.
+// The kernels of gemm.h and the headers that it includes for x86 processors with AVX-512.
 // The headers are included before the target is set, so that no shared inline function is compiled
 // for it.
 #include <cstdint>
@@ -25,6 +25,7 @@ namespace lockstep::avx512 {
 #include "exponential.inc"
 #include "functions.inc"
 #include "gemm.inc"
+#include "layer_norm.inc"
 #include "lstm_cell.inc"
 #include "softmax.inc"
 

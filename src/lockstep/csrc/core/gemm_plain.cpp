@@ -1,4 +1,4 @@
-// The kernels of gemm.h, functions.h, lstm_cell.h and softmax.h for any processor; on Arm products
+// The kernels of gemm.h and the headers that it includes for any processor; on Arm products
 // use NEON.
 #include <cstdint>
 #include <limits>
@@ -16,6 +16,7 @@ namespace lockstep::plain {
 #include "exponential.inc"
 #include "functions.inc"
 #include "gemm.inc"
+#include "layer_norm.inc"
 #include "lstm_cell.inc"
 #include "softmax.inc"
 
