@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "folders": 15,
     "nodes in src": 475_000,
-    "nodes in tests": 578_000,
-    "code lines in csrc": 13_200,
+    "nodes in tests": 582_000,
+    "code lines in csrc": 13_400,
     "nodes per code line": 8.95,
     "tuple-to-tuple assignments": 0,
     "joined assignments to attributes": 0,

@@ -161,7 +161,8 @@ def test_layer_norm_of_segments_has_the_bits_of_separate_ones(
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     rows = torch.randn(segments * each, 3, width, generator=generator)
     gradient = torch.randn(rows.shape, generator=generator)
-    weight, bias = torch.randn(width, generator=generator), torch.zeros(width)
+    weight = torch.randn(width, generator=generator)
+    bias = torch.zeros(width)
     mask = data.draw(st.lists(st.booleans(), min_size=3, max_size=3).filter(any))
     _, means, inverses = torch.native_layer_norm(rows, [width], weight, bias, 1e-5)
 
@@ -196,7 +197,8 @@ def test_layer_norm_of_segments_has_the_bits_of_separate_ones(
 
 def test_layer_norm_of_segments_is_one_call() -> None:
     torch.set_num_threads(1)
-    rows, weight = torch.randn(8, 3, 6), torch.randn(6)
+    rows = torch.randn(8, 3, 6)
+    weight = torch.randn(6)
     _, means, inverses = torch.native_layer_norm(rows, [6], weight, weight, 1e-5)
     whole = (rows, rows, [6], means, inverses, weight, weight, [True, True, True])
 

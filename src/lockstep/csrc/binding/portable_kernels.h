@@ -81,7 +81,8 @@ std::vector<at::Tensor> try_lstm_segments(const c10::IValue* arguments, int64_t 
 std::vector<at::Tensor> try_convolution_segments(const c10::IValue* arguments, int64_t segments);
 
 // Returns what native_layer_norm_backward returns for these arguments, with gradients of weight and
-// bias that are sums along the tree of those of segments of the rows; empty if this is not possible.
+// bias that are sums along the tree of those of segments of the rows; empty if this is not
+// possible.
 std::vector<at::Tensor> try_layer_norm_segments(const c10::IValue* arguments, int64_t segments);
 
 void register_products(torch::Library& library);
