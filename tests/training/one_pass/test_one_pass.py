@@ -198,6 +198,16 @@ JOINED = {
         lambda model, x: F.pad(F.silu(model.part(x).tanh()).exp().sigmoid(), (0, 61)),
         part=nn.Linear(64, 3),
     ),
+    "the largest features": lambda: on_features(
+        lambda model, x: F.pad(x.topk(5, dim=1)[0], (0, 59))
+    ),
+    "shuffled pixels": lambda: on_features(
+        lambda model, x: F.pixel_shuffle(x.view(-1, 4, 4, 4), 2).flatten(1)
+    ),
+    "a triangle": lambda: on_features(lambda model, x: x.view(-1, 8, 8).tril().flatten(1)),
+    "tensors that are broadcast": lambda: on_features(
+        lambda model, x: torch.mul(*torch.broadcast_tensors(x, x[:, :1]))
+    ),
     "a GRU": lambda: on_sequences(nn.GRU(16, 16, batch_first=True)),
     "a RNN": lambda: on_sequences(nn.RNN(16, 16, 2, batch_first=True)),
     "convolutions": lambda: on_images(

@@ -14,6 +14,7 @@ namespace lockstep {
 namespace {
 
 constexpr uint64_t kSeed = 1;
+constexpr int64_t kMany = 100;  // different integers, which fit in all types
 
 // The dimension of the rows of each tensor, and the number of micro-batches.
 struct Rows {
@@ -37,16 +38,18 @@ Rows find_rows(const std::vector<std::vector<int64_t>>& one, const std::vector<a
 }
 
 // Other values for an argument, in the same layout if it can be written.
-at::Tensor make_other(const at::Tensor& tensor, bool is_integral, at::Generator& generator) {
+//
+// `most`: integers become smaller ones than this; 0: they stay as they are.
+at::Tensor make_other(const at::Tensor& tensor, int64_t most, at::Generator& generator) {
   if (!tensor.defined() || tensor.is_complex() || tensor.layout() != at::kStrided ||
       !tensor.is_cpu() || tensor.unsafeGetTensorImpl()->is_wrapped_number() ||
-      (!tensor.is_floating_point() && !is_integral))
+      (!tensor.is_floating_point() && most == 0))
     return tensor;
   at::Tensor other = tensor.is_non_overlapping_and_dense()
                          ? at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options())
                          : at::empty(tensor.sizes(), tensor.options());
   if (tensor.is_floating_point()) return other.normal_(0, 1, generator);
-  return other.random_(0, 2, generator);
+  return other.random_(0, most, generator);
 }
 
 // Returns the results of an operator, one by one; nothing if it fails. It gets copies of tensors if
@@ -115,11 +118,6 @@ bool have_one_dimension(const std::vector<at::Tensor>& tensors, const Rows& rows
   return true;
 }
 
-// Returns whether an operator leaves the memory of its result as it is.
-bool is_unset(const std::string& name) {
-  return name.find("empty") != std::string::npos || name.find("resize") != std::string::npos;
-}
-
 bool has_word(const std::string& name, std::initializer_list<const char*> words) {
   return std::any_of(words.begin(), words.end(),
                      [&](const char* word) { return name.find(word) != std::string::npos; });
@@ -155,7 +153,8 @@ RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const C
   }
   // Those of other libraries are refused, and may take no other values.
   if (!name.starts_with("aten::")) return unknown;
-  if (is_unset(name)) return {true, std::vector<int64_t>(returns, kAnyTurns)};
+  if (has_word(name, {"empty", "resize"}))  // memory as it is
+    return {true, std::vector<int64_t>(returns, kAnyTurns)};
   if (name == "aten::arange") return {true, {1}};
   // Others, such as sparse ones, are not copied, and an operator may write them.
   const bool are_strided = std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
@@ -173,7 +172,9 @@ RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const C
   Stack other = given;
   change_tensors(other, [&](const at::Tensor& tensor, size_t position) {
     const bool is_mask = tensor.defined() && tensor.scalar_type() == at::kBool;
-    return make_other(tensor, has_index ? position == 0 : is_integral || is_mask, generator);
+    const bool is_taken = has_index && position == 0 && !is_mask;  // any numbers
+    const bool changes = has_index ? position == 0 : is_integral || is_mask;
+    return make_other(tensor, is_taken ? kMany : changes ? 2 : 0, generator);
   });
   const auto together = try_call(op, other);
   if (!together) return unknown;

@@ -79,8 +79,9 @@ LOSSES = frozenset(
 """Losses, which the native module computes for each micro-batch (`segmented_loss.h`)."""
 
 COPIES = """
-    cat concat constant_pad_nd copy flip gather index index_select pad repeat repeat_interleave
-    roll stack to type_as _to_copy embedding embedding_backward embedding_dense_backward
+    broadcast_tensors cat concat constant_pad_nd copy flip gather index index_select pad
+    pixel_shuffle pixel_unshuffle repeat repeat_interleave roll stack to tril triu type_as _to_copy
+    embedding embedding_backward embedding_dense_backward value_selecting_reduction_backward
 """
 """Operators that copy elements or add them."""
 
@@ -99,7 +100,7 @@ IN_ORDER = """
 """Sums of products."""
 
 BY_ROW = """
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_avg_pool2d avg_pool2d
+    topk _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_avg_pool2d avg_pool2d
     avg_pool2d_backward batch_norm max_pool2d max_pool2d_with_indices
     max_pool2d_with_indices_backward
     _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data log_softmax softmax
