@@ -1542,6 +1542,19 @@ LATE_MODELS = {
         bias=lambda: nn.Parameter(torch.zeros(16)),
         part=partial(nn.Linear, 16, 16),
     ),
+    "a mask of equal rows": on_layer(
+        lambda model, x: samples_first(
+            time_first(x)
+            + limit(time_first(x)) * F.pad(torch.zeros(len(x), 3), (1, 0), value=1.0).view(-1, 1)
+        )
+    ),
+    "a function of equal rows": on_layer(
+        lambda model, x: (
+            model.part(x.view(-1, 16)).view(-1, 64)
+            + limit(x + samples_first(model.part(torch.zeros(4 * len(x), 16))))
+        ),
+        part=partial(nn.Linear, 16, 16),
+    ),
     "pairs": on_layer(with_pairs, pair=partial(nn.Linear, 64, 64)),
     "a part that is written": on_layer(write_in_turns),
     "flags of a sample": on_layer(

@@ -85,12 +85,24 @@ std::vector<int64_t> compare_result(const at::Tensor& all, const at::Tensor& one
   return find_turns(without_nan(all), *dimension, segment, segments, hash_bits(without_nan(one)));
 }
 
-// Of the turns that results may have, those of an argument, or else the only ones.
-int64_t choose_turns(const std::vector<int64_t>& possible, const std::vector<int64_t>& given) {
+// Of the turns that results may have, those of an argument, or else the only ones. Several fit
+// integers by chance, and floats only if rows are equal.
+int64_t choose_turns(const std::vector<int64_t>& possible, const std::vector<int64_t>& given,
+                     bool is_float) {
   for (const int64_t turns : given)
     if (turns > 0 && std::find(possible.begin(), possible.end(), turns) != possible.end())
       return turns;
-  return possible.size() == 1 ? possible.front() : kUnknownTurns;
+  return possible.size() == 1 || (is_float && !possible.empty()) ? possible.front() : kUnknownTurns;
+}
+
+// Returns whether rows may alternate in all ways, since they are equal.
+bool are_all(const std::vector<int64_t>& possible, const at::Tensor& one, const at::Tensor& all) {
+  const auto grown = find_grown(one.sizes(), all.sizes());
+  if (!grown) return false;
+  size_t divisors = 0;
+  for (int64_t turns = 1; turns <= one.size(*grown); ++turns)
+    divisors += one.size(*grown) % turns == 0;
+  return possible.size() == divisors;
 }
 
 // How the rows of several arguments alternate, which have to do so in the same way.
@@ -153,7 +165,8 @@ RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const C
   }
   // Those of other libraries are refused, and may take no other values.
   if (!name.starts_with("aten::")) return unknown;
-  if (has_word(name, {"empty", "resize"}))  // memory as it is
+  if (has_word(name, {"resize"})) return unknown;
+  if (has_word(name, {"empty"}))  // memory as it is
     return {true, std::vector<int64_t>(returns, kAnyTurns)};
   if (name == "aten::arange") return {true, {1}};
   // Others, such as sparse ones, are not copied, and an operator may write them.
@@ -174,7 +187,10 @@ RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const C
     const bool is_mask = tensor.defined() && tensor.scalar_type() == at::kBool;
     const bool is_taken = has_index && position == 0 && !is_mask;  // any numbers
     const bool changes = has_index ? position == 0 : is_integral || is_mask;
-    return make_other(tensor, is_taken ? kMany : changes ? 2 : 0, generator);
+    at::Tensor values = make_other(tensor, is_taken ? kMany : changes ? 2 : 0, generator);
+    if (rows.dimensions[position] && given_turns[position] == kAnyTurns && !values.is_same(tensor))
+      values.copy_(values.narrow(*rows.dimensions[position], 0, 1).clone().expand_as(values));
+    return values;
   });
   const auto together = try_call(op, other);
   if (!together) return unknown;
@@ -206,15 +222,15 @@ RowTurns compare_rows(const c10::OperatorHandle& op, const Stack& given, const C
     if (segments < 2) return found;
     found.turns.resize(apart->size());
     for (size_t i = 0; i < apart->size(); ++i) {
-      const auto possible =
-          compare_result((*together)[i], (*apart)[i], is_last ? segments - 1 : 0, segments);
+      const at::Tensor &one = (*apart)[i], &all = (*together)[i];
+      const auto possible = compare_result(all, one, is_last ? segments - 1 : 0, segments);
       found.are_free = found.are_free && !possible.empty();
-      const bool are_equal = combined == kAnyTurns || (!has_rows && possible.size() > 1) ||
-                             has_word(name, {"_like", "new_"});
-      if (are_equal)
+      if (!one.defined() || !all.defined()) continue;
+      const bool may_be_equal = combined == kAnyTurns || !has_rows;
+      if (has_word(name, {"_like", "new_"}) || (may_be_equal && are_all(possible, one, all)))
         found.turns[i] = kAnyTurns;
       else if (combined != kUnknownTurns || !has_rows)
-        found.turns[i] = choose_turns(possible, given_turns);
+        found.turns[i] = choose_turns(possible, given_turns, one.is_floating_point());
     }
     return found;
   };

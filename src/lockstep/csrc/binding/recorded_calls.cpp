@@ -327,7 +327,7 @@ void RecordedCalls::note_results(const Stack& stack, size_t count, const std::ve
     if (!results[i].defined()) continue;
     const RowOrder order = i < own.size() ? own[i] : RowOrder();
     orders_.set(results[i], order);
-    if (order.rows && order.turns != kAnyTurns) orders.emplace(order.rows, order.turns);
+    if (order.rows) orders.emplace(order.rows, order.turns);
     if (are_losses) losses_.set(results[i], true);
   }
 }

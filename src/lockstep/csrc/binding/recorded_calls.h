@@ -58,7 +58,8 @@ class RecordedCalls : public PassCalls {
   // that have returned the tensors, -1 for others, whether the rows of the results are those of
   // the passes over one micro-batch, also for other values, and what SegmentedCalls expects)
   pybind11::list calls;
-  // The numbers of rows of results, and of the turns in which these alternate; 0: not known.
+  // The numbers of rows of results, and of the turns in which these alternate, as RowTurns has
+  // them.
   std::set<std::pair<int64_t, int64_t>> orders;
 
  private:

@@ -54,7 +54,7 @@ def plan_pass(
         samples: The number of samples of each of them.
         make_rule: Makes a rule of the native module from `Slices`.
         orders: Of a backward pass, the numbers of rows in the forward pass, and of the turns in
-            which these alternate.
+            which these alternate; negative numbers if they are equal, or mixed.
 
     Raises:
         CannotJoin: An operator couples samples, or its results depend on their position.
@@ -141,7 +141,8 @@ def _find_turns(
             completed.append(rule)
             continue
         if len(fitting) > 1:
-            known = {turns for rows, turns in orders if counts == {rows}}
+            # Rows that are equal take the order of those that they meet.
+            known = {turns for rows, turns in orders if counts == {rows} or turns < 0}
             if not known and counts == {samples * segments}:
                 known = {1}
             fitting = fitting & known if len(known) == 1 else set()
