@@ -50,6 +50,12 @@ def on_features(function, **parts):
     return Calls(lambda model, x: model.head(function(model, model.layer(x).relu())), **parts)
 
 
+def with_zeros(layer):
+    """Return a layer whose weights are zeros, so that its inputs get no gradient at first."""
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
 def on_images(*layers, outputs):
     return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *layers, nn.Flatten(), nn.Linear(outputs, 16))
 
@@ -200,6 +206,11 @@ JOINED = {
     ),
     "the largest features": lambda: on_features(
         lambda model, x: F.pad(x.topk(5, dim=1)[0], (0, 59))
+    ),
+    "features that begin without effect": lambda: on_features(
+        lambda model, x: x + model.end(model.part(x.view(-1, 4, 16)).relu()).view(-1, 64),
+        part=nn.Linear(16, 16),
+        end=with_zeros(nn.Linear(16, 16)),
     ),
     "shuffled pixels": lambda: on_features(
         lambda model, x: F.pixel_shuffle(x.view(-1, 4, 4, 4), 2).flatten(1)
@@ -1554,6 +1565,14 @@ LATE_MODELS = {
             + limit(x + samples_first(model.part(torch.zeros(4 * len(x), 16))))
         ),
         part=partial(nn.Linear, 16, 16),
+    ),
+    "a function with time first": on_layer(
+        lambda model, x: (
+            model.part(x.view(-1, 4, 16)).view(-1, 64)
+            + model.other(limit(x).view(-1, 4, 16).transpose(0, 1)).transpose(0, 1).reshape(-1, 64)
+        ),
+        part=partial(nn.Linear, 16, 16),
+        other=partial(nn.Linear, 16, 16),
     ),
     "pairs": on_layer(with_pairs, pair=partial(nn.Linear, 64, 64)),
     "a part that is written": on_layer(write_in_turns),

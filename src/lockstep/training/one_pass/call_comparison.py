@@ -43,6 +43,7 @@ __all__ = [
     "CannotJoin",
     "NotedCall",
     "Slices",
+    "UnknownOrder",
     "has_tensors",
     "list_tensors",
 ]
@@ -53,6 +54,10 @@ VECTORS = 64
 
 class CannotJoin(Exception):
     """Why micro-batches cannot be computed together, in words."""
+
+
+class UnknownOrder(CannotJoin):
+    """The values of a step do not say how rows alternate, which those of the next one may do."""
 
 
 class Slices(NamedTuple):

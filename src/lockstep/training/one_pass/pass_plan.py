@@ -22,6 +22,7 @@ from lockstep.training.one_pass.call_comparison import (
     CannotJoin,
     NotedCall,
     Slices,
+    UnknownOrder,
     has_tensors,
     list_tensors,
 )
@@ -123,12 +124,13 @@ def _find_turns(
 ) -> list[Slices | None]:
     """Return the rules with the turns in which the rows of micro-batches alternate.
 
-    Several numbers of turns fit where all elements are equal, such as zeros. They are then those of
-    the tensors of the forward pass with as many rows, if these have one order.
+    Several numbers of turns fit where all elements are equal, such as zeros. There is one turn only
+    if no tensor of the forward pass has other rows than the samples.
 
     Raises:
-        CannotJoin: The numbers are not known.
+        UnknownOrder: The numbers are not known.
     """
+    usual = (samples * segments, 1)
     completed: list[Slices | None] = []
     for call, rule in zip(calls, rules, strict=True):
         if rule is None or not rule.tensors or rule.draws or not call.turns:
@@ -141,13 +143,10 @@ def _find_turns(
             completed.append(rule)
             continue
         if len(fitting) > 1:
-            # Rows that are equal take the order of those that they meet.
-            known = {turns for rows, turns in orders if counts == {rows} or turns < 0}
-            if not known and counts == {samples * segments}:
-                known = {1}
-            fitting = fitting & known if len(known) == 1 else set()
+            is_usual = counts == {usual[0]} and orders <= {usual}
+            fitting = fitting & {1} if is_usual else set()
         if len(fitting) != 1:
-            raise CannotJoin("the order of the rows in the backward pass is not known")
+            raise UnknownOrder("the order of the rows in the backward pass is not known")
         completed.append(rule._replace(turns=min(fitting)))
     return completed
 

@@ -29,7 +29,7 @@ from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers, have_same_bits
 from lockstep.kernel.step_context import StepContext
 from lockstep.malloc import release_freed_memory
-from lockstep.training.one_pass.call_comparison import CannotJoin
+from lockstep.training.one_pass.call_comparison import CannotJoin, UnknownOrder
 from lockstep.training.one_pass.grouped_passes import HashNode, PassResults
 from lockstep.training.one_pass.pass_attempt import (
     UNCUT,
@@ -211,6 +211,11 @@ class KnownPasses:
         self._tried.add(kind)
         return True
 
+    def allow_repetition(self, kind: PassKind) -> bool:
+        """Return whether a trial may be repeated in the next step, which is counted."""
+        self._changes[kind] += 1
+        return self._changes[kind] <= MOST_CHANGES
+
     def withdraw_trial(self, kind: PassKind) -> None:
         """Count a trial no more, which has ended before all micro-batches were computed."""
         self._tried.discard(kind)
@@ -345,6 +350,10 @@ class Trial:
                 # A joint pass writes into copies, and the script may pass the batch again.
                 raise CannotJoin("the inputs of the batch are written")
             joined = yield from self._find(watch)
+        except UnknownOrder as reason:
+            if known.allow_repetition(self._kind):
+                return
+            known.explain(str(reason))
         except CannotJoin as reason:
             joined = None
             known.explain(str(reason))
