@@ -40,13 +40,7 @@ void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t
       grain);
 }
 
-int64_t find_node(int64_t elements, int64_t segments) {
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-  if (threads > segments && elements / segments > at::internal::GRAIN_SIZE) return segments;
-  int64_t node = 1;
-  while (node * threads < segments) node *= 2;
-  return node;
-}
+int64_t find_node(int64_t, int64_t segments) { return segments; }
 
 void run_segments(int64_t segments, int64_t node, const std::function<void(int64_t)>& body) {
   const auto run_node = [&](int64_t first) {
