@@ -102,7 +102,6 @@ def test_products_of_segments_have_the_bits_of_separate_products(
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 1), (torch.bfloat16, 5)])
 def test_products_of_segments_are_one_call(dtype: torch.dtype, count: int) -> None:
-    torch.set_num_threads(1)  # the profile has the operators of this thread
     a = torch.randn(8, 32).to(dtype)
     b = torch.randn(32, 8).to(dtype)
     calls = make_calls(lambda: torch.mm(a, b), TERMS, 4)
@@ -196,7 +195,6 @@ def test_layer_norm_of_segments_has_the_bits_of_separate_ones(
 
 
 def test_layer_norm_of_segments_is_one_call() -> None:
-    torch.set_num_threads(1)
     rows = torch.randn(8, 3, 6)
     weight = torch.randn(6)
     _, means, inverses = torch.native_layer_norm(rows, [6], weight, weight, 1e-5)

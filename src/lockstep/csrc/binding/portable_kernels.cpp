@@ -3,11 +3,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <numeric>
@@ -38,22 +35,6 @@ void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t
           body(*reinterpret_cast<const int64_t*>(data[0] + i * strides[0]));
       },
       grain);
-}
-
-int64_t find_node(int64_t, int64_t segments) { return segments; }
-
-void run_segments(int64_t segments, int64_t node, const std::function<void(int64_t)>& body) {
-  const auto run_node = [&](int64_t first) {
-    for (int64_t i = first; i < std::min(segments, first + node); ++i) body(i);
-  };
-  if (node >= segments) return run_node(0);
-  // Not all state of this thread: some of it belongs to Python, whose lock this thread may hold.
-  const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-  run_parallel((segments + node - 1) / node, 1, [&](int64_t number) {
-    const c10::impl::ForceDispatchKeyGuard guard(keys);
-    const at::NoGradGuard no_grad;
-    run_node(number * node);
-  });
 }
 
 static std::mutex noted_mutex;

@@ -38,13 +38,6 @@ constexpr int64_t kParallelWork = 1 << 17;  // multiply-adds for which a thread 
 // Calls body(i) for i in 0 .. count-1 on torch's threads, each at least `grain` times.
 void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t)>& body);
 
-// Returns how many micro-batches of a call with so many elements are computed by one thread: those
-// of a node of the tree, or all, if the threads can rather share the work of each.
-int64_t find_node(int64_t elements, int64_t segments);
-// Calls body(number of the micro-batch) for all, those of a node in order in one thread, with the
-// dispatch keys of this one. Nothing is differentiated.
-void run_segments(int64_t segments, int64_t node, const std::function<void(int64_t)>& body);
-
 // Lets torch compute in one thread while it exists, on the thread that creates it, if it applies.
 class OneThread {
  public:

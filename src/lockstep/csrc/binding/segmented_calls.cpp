@@ -19,16 +19,14 @@
 namespace lockstep {
 namespace {
 
-// Adds tensors along the tree, in the memory of the left one. What is not defined is not added.
+// Adds tensors along the tree, in the memory of the left one.
 class TreeSum {
  public:
   void add(at::Tensor value) {
-    if (!value.defined()) return;
     for (uint64_t leaf = leaves_++; leaf & 1; leaf >>= 1) value = join(take(), std::move(value));
     held_.push_back(std::move(value));
   }
   at::Tensor total() {
-    if (held_.empty()) return {};
     while (held_.size() > 1) {
       at::Tensor right = take();
       held_.push_back(join(take(), std::move(right)));
@@ -301,14 +299,10 @@ void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentR
   std::optional<c10::impl::ExcludeDispatchKeyGuard> below;
   if (!at::GradMode::is_enabled())
     below.emplace(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  const auto count = static_cast<size_t>(segments_);
-  const at::Tensor first = list_tensors(given, given.size())[rule.slices.front().first];
-  // What is differentiated would have its graph in several threads.
-  const int64_t node = at::GradMode::is_enabled() ? segments_ : find_node(first.numel(), segments_);
-  const auto each = static_cast<size_t>(node);
-  std::vector<std::vector<at::Tensor>> rows(returns, std::vector<at::Tensor>(count));
-  std::vector<std::vector<TreeSum>> sums((count + each - 1) / each, std::vector<TreeSum>(returns));
-  run_segments(segments_, node, [&](int64_t segment) {
+  std::vector<std::vector<at::Tensor>> rows(returns);
+  std::vector<TreeSum> sums(returns);
+  std::vector<bool> is_defined(returns);
+  for (int64_t segment = 0; segment < segments_; ++segment) {
     Stack part = given;
     for (const auto& [argument, size] : rule.sizes) part[argument] = size;
     change_tensors(part, [&](const at::Tensor& tensor, size_t position) {
@@ -320,23 +314,21 @@ void SegmentedCalls::call_segments(const c10::OperatorHandle& op, const SegmentR
     for (size_t i = 0; i < returns; ++i) {
       at::Tensor result = part[i].toTensor();
       part[i] = c10::IValue();
-      if (result.defined() && rule.results[i] < 0 && !rule.keeps_parts)
-        sums[static_cast<size_t>(segment / node)][i].add(std::move(result));
+      is_defined[i] = result.defined();
+      if (!is_defined[i]) continue;
+      if (rule.results[i] < 0 && !rule.keeps_parts)
+        sums[i].add(std::move(result));
       else
-        rows[i][static_cast<size_t>(segment)] = std::move(result);
+        rows[i].push_back(std::move(result));
     }
-  });
+  }
   for (size_t i = 0; i < returns; ++i) {
     at::Tensor result;
-    if (rule.results[i] < 0 && !rule.keeps_parts) {
-      TreeSum sum;
-      for (std::vector<TreeSum>& node : sums) sum.add(node[i].total());
-      result = sum.total();
-    } else if (!rows[i].front().defined()) {
-      // Nobody needs it.
-    } else if (rule.results[i] >= 0) {
+    if (is_defined[i] && rule.results[i] >= 0) {
       result = join_turns(rows[i], rule.results[i], rule.turns);
-    } else {
+    } else if (is_defined[i] && !rule.keeps_parts) {
+      result = sums[i].total();
+    } else if (is_defined[i]) {
       result = rows[i].front();
       rows[i].erase(rows[i].begin());
       parts_.set(result, std::move(rows[i]));

@@ -7,9 +7,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
-#include <tuple>
-
-#include "portable_kernels.h"
 
 namespace lockstep {
 namespace norm {
@@ -104,10 +101,10 @@ static Normalized normalize(const at::Tensor& input, const std::optional<at::Ten
     all.means = at::empty({segments * input.size(1)}, input.options());
     all.inverses = at::empty({segments * input.size(1)}, input.options());
   }
-  std::vector<at::Tensor> rows(running.means.size()), means = rows, inverses = rows;
-  run_segments(segments, find_node(input.numel(), segments), [&](int64_t i) {
-    const auto number = static_cast<size_t>(i);
-    const at::Tensor &mean = running.means[number], &variance = running.variances[number];
+  std::vector<at::Tensor> rows, means, inverses;
+  for (int64_t i = 0; i < segments; ++i) {
+    const at::Tensor &mean = running.means[static_cast<size_t>(i)],
+                     &variance = running.variances[static_cast<size_t>(i)];
     const at::Tensor own = take_rows(input, 0, i, segments);
     if (layout) {
       at::Tensor place = find_place(all.rows, i, segments);
@@ -115,11 +112,14 @@ static Normalized normalize(const at::Tensor& input, const std::optional<at::Ten
       at::Tensor place_of_inverse = find_place(all.inverses, i, segments);
       at::native_batch_norm_out(place, place_of_mean, place_of_inverse, own, weight, bias, mean,
                                 variance, /*training=*/true, momentum, epsilon);
-      return;
+      continue;
     }
-    std::tie(rows[number], means[number], inverses[number]) = at::native_batch_norm(
+    auto [part, part_mean, part_inverse] = at::native_batch_norm(
         own, weight, bias, mean, variance, /*training=*/true, momentum, epsilon);
-  });
+    rows.push_back(std::move(part));
+    means.push_back(std::move(part_mean));
+    inverses.push_back(std::move(part_inverse));
+  }
   return layout ? all : Normalized{at::cat(rows), at::cat(means), at::cat(inverses)};
 }
 
