@@ -275,13 +275,12 @@ bool RecordedCalls::compare_results(const Stack& stack, size_t count,
     orders[i].rows = tensor.size(*grown);
     std::vector<int64_t> fitting;
     const int64_t known = orders[i].turns;
-    const bool needs_all = has_samples_ && known == kUnknownTurns;
     for (int64_t turns = std::max<int64_t>(1, known); turns <= (known > 0 ? known : rows); ++turns)
-      if ((needs_all || fitting.empty()) && rows % turns == 0 && has_bits(first, 0, turns) &&
+      if (rows % turns == 0 && has_bits(first, 0, turns) &&
           (first == last || has_bits(last, segments - 1, turns)))
         fitting.push_back(turns);
     is_same = is_same && !fitting.empty();
-    if (needs_all && fitting.size() == 1) orders[i].turns = fitting.front();
+    if (known == kUnknownTurns && fitting.size() == 1) orders[i].turns = fitting.front();
   }
   results_.push_back(std::move(bits));
   return is_same;

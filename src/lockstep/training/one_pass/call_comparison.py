@@ -421,12 +421,12 @@ def _have_one_layout(one: Any, several: Any, row: int | None) -> bool:
     ]
     if row is not None and 0 in (one.strides[row], several.strides[row]):
         kept = [n for n in kept if n != row]
-    orders = [
-        sorted((tensor.strides[n] == 0, -tensor.strides[n], n) for n in kept)
-        for tensor in (one, several)
-    ]
-    first, second = [[(is_zero, n) for is_zero, _, n in order] for order in orders]
-    return first == second
+
+    def describe(tensor: Any) -> Any:
+        order = sorted(kept, key=lambda n: -tensor.strides[n])
+        return order, [tensor.strides[n] == 0 for n in kept]
+
+    return bool(describe(one) == describe(several))
 
 
 def _list_rows(dimensions: Sequence[int | None]) -> list[tuple[int, int]]:

@@ -182,11 +182,10 @@ class KnownPasses:
             self._separate_losses.add(kind)
             del self._joined[kind]
             return
-        self._changes[kind] += 1
-        if self._changes[kind] > MOST_CHANGES:
-            self._joined[kind] = None
-        else:
+        if self.allow_repetition(kind):
             del self._joined[kind]
+        else:
+            self._joined[kind] = None
 
     def may_join_losses(self, kind: PassKind) -> bool:
         """Return whether no pass of a kind with all losses has changed."""
@@ -212,7 +211,7 @@ class KnownPasses:
         return True
 
     def allow_repetition(self, kind: PassKind) -> bool:
-        """Return whether a trial may be repeated in the next step, which is counted."""
+        """Return whether a pass may be planned again in the next step, which is counted."""
         self._changes[kind] += 1
         return self._changes[kind] <= MOST_CHANGES
 
@@ -377,8 +376,7 @@ class Trial:
         if joined is not None:
             try:
                 return (yield from self._compare(watch, joined))
-            except Exception:
-                # A model that has changed may raise anything in the old plan. It is planned again.
+            except Exception:  # a model that has changed may raise anything in the old plan
                 if not joined.find_difference():
                     raise
                 known.forget(self._kind)
